@@ -1,0 +1,74 @@
+"""The noun ``Dataset``: uint8 images, labels, class names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flyby.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images ``uint8 [N, H, W, C]`` (often a memory map), labels ``int64 [N]``, and what the labels mean.
+
+    ``digest`` is a hash of the content; ``groups`` is a natural user or site column where the source has one.
+    """
+
+    images: npt.NDArray[np.uint8]
+    labels: npt.NDArray[np.int64]
+    class_names: tuple[str, ...]
+    digest: str
+    groups: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.labels)
+        if self.images.ndim != 4 or len(self.images) != n:
+            raise BadInput(f"images must be [N, H, W, C] with one label each; got {self.images.shape} for {n} labels")
+        if n and (self.labels.min() < 0 or self.labels.max() >= len(self.class_names)):
+            bad = int(self.labels.min()) if self.labels.min() < 0 else int(self.labels.max())
+            raise BadInput(f"label {bad} is outside 0..{len(self.class_names) - 1}, the range of the {len(self.class_names)} class names")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def channels(self) -> int:
+        return int(self.images.shape[3])
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return int(self.images.shape[1]), int(self.images.shape[2])
+
+    def counts(self, indices: npt.NDArray[np.int64] | None = None) -> list[int]:
+        """How many samples of each class, among ``indices`` or all."""
+        labels = self.labels if indices is None else self.labels[indices]
+        return [int(v) for v in np.bincount(labels, minlength=self.classes)]
+
+    def tensors(self, indices: npt.NDArray[np.int64] | None = None, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """(images uint8 [n, H, W, C], labels int64 [n]) on a device; only the rows asked for are read from disk."""
+        rows = slice(None) if indices is None else indices
+        images = torch.from_numpy(np.ascontiguousarray(self.images[rows])).to(device)
+        return images, torch.from_numpy(np.ascontiguousarray(self.labels[rows])).to(device)
+
+
+@dataclass(frozen=True)
+class DataBundle:
+    """What a ``--data`` argument names: training images, test images where there are any, and what was wrong with the rest.
+
+    ``test`` is never used to choose anything. ``mirror`` says whether a flipped image still means the same.
+    """
+
+    name: str
+    train: Dataset
+    test: Dataset | None = None
+    validation: Dataset | None = None
+    mirror: bool = True
+    broken: tuple[str, ...] = field(default=())
