@@ -1,0 +1,319 @@
+"""Who holds which images: every split by name, seeded, hashed, saved.
+
+The same alpha is not the same difficulty: ``dirichlet`` balances client sizes, ``dirichlet-plain`` does not,
+``dirichlet-overlap`` lets clients share images, ``dirichlet-client`` draws a class prior per client. So the name and the hash
+of a split travel with every result. All draws come from numpy's frozen ``RandomState`` streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flyby.data.dataset import Dataset
+from flyby.errors import BadInput, unknown
+from flyby.files import digest, read_json, write_text
+from flyby.rng import legacy_numpy
+
+Indices = npt.NDArray[np.int64]
+Random = np.random.RandomState
+MAX_REDRAWS = 2000
+
+
+class SplitSettings(BaseModel):
+    """How to divide a dataset; ``alpha`` is FOL's psi too, ``labels`` serves ``by-label``, ``val`` is held out per site."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = "dirichlet"
+    clients: int = Field(5, ge=1, le=100_000)
+    alpha: float = 0.1
+    min_size: int | None = Field(None, ge=0, description="default 10; 100 for the `fol` split; 1 for `dirichlet-plain`")
+    labels: int = Field(2, ge=1, description="labels a client, for `by-label`")
+    val: float | None = Field(None, ge=0, lt=1, description="validation share of each site; default 0, .15 for `fol`")
+    test: float | None = Field(None, ge=0, lt=1, description="own-test share of each site; default 0, .15 for `fol`")
+    replicas: int = Field(0, ge=0, le=100, description="augmented copies of every image, made after the split")
+    seed: int | None = Field(None, description="default: the run's seed")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One site's indices into the training pool. ``test`` is empty where the site is judged on the common test set."""
+
+    train: Indices
+    val: Indices
+    test: Indices
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares by site name, with the settings that made them and a hash over both and over the data."""
+
+    settings: SplitSettings
+    seed: int
+    data_digest: str
+    class_names: tuple[str, ...]
+    shares: dict[str, Share]
+    counts: dict[str, list[int]]
+
+    @property
+    def hash(self) -> str:
+        lists = {name: [s.train.tolist(), s.val.tolist(), s.test.tolist()] for name, s in self.shares.items()}
+        return digest({"data": self.data_digest, "shares": lists, "replicas": self.settings.replicas})
+
+    def to_json(self) -> dict[str, Any]:
+        sites = {name: {"train": s.train.tolist(), "val": s.val.tolist(), "test": s.test.tolist()} for name, s in self.shares.items()}
+        return {
+            "name": self.settings.name, "hash": self.hash, "seed": self.seed, "data": self.data_digest,
+            "settings": self.settings.model_dump(mode="json"), "class_names": list(self.class_names), "counts": self.counts, "sites": sites,
+        }  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        import json
+
+        write_text(path, json.dumps(self.to_json(), separators=(",", ":")) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Split:
+        raw = read_json(path)
+        try:
+            shares = {n: Share(*(np.asarray(s[p], dtype=np.int64) for p in ("train", "val", "test"))) for n, s in raw["sites"].items()}
+            split = cls(SplitSettings(**raw["settings"]), raw["seed"], raw["data"], tuple(raw["class_names"]), shares, raw["counts"])
+        except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+            raise BadInput(f"{path} is not a split file ({type(error).__name__}: {error})") from None
+        if split.hash != raw.get("hash"):
+            raise BadInput(f"{path} was changed after it was written: its hash is {split.hash}, it says {raw.get('hash')}")
+        return split
+
+
+def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
+    """Divide ``data`` among ``settings.clients`` sites by the named rule, then hold out each site's own val and test parts."""
+    rule = SPLITS.get(settings.name)
+    if rule is None:
+        raise unknown("split", settings.name, SPLITS)
+    _check(data, settings)
+    seed = settings.seed if settings.seed is not None else seed
+    rng = legacy_numpy(seed, "split", settings.name)
+    parts = rule(data, settings, rng)
+    fol = settings.name == "fol"
+    val = settings.val if settings.val is not None else (0.15 if fol else 0.0)
+    test = settings.test if settings.test is not None else (0.15 if fol else 0.0)
+    if val + test >= 1:
+        raise BadInput(f"split.val {val} + split.test {test} leave nothing to train on; keep their sum under 1")
+    shares, counts = {}, {}
+    for name, indices in parts.items():
+        # A generator per site: a site's parts do not change when another site's do.
+        shares[name] = _hold_out(np.sort(indices), data.labels, val, test, legacy_numpy(seed, name, "hold-out"))
+        counts[name] = data.counts(shares[name].train)
+    return Split(settings, seed, data.digest, data.class_names, shares, counts)
+
+
+def _check(data: Dataset, settings: SplitSettings) -> None:
+    if settings.name.startswith("dirichlet") or settings.name == "fol":
+        if not settings.alpha > 0 or not np.isfinite(settings.alpha):
+            raise BadInput(f"alpha must be above 0, got {settings.alpha}; small values (.05) are very uneven, 100 is nearly even")
+    if settings.name != "by-column" and settings.clients > len(data):
+        raise BadInput(f"{settings.clients} clients cannot share {len(data)} samples; use fewer --clients")
+    if np.count_nonzero(data.counts()) < 2:
+        raise BadInput("the training data holds one class only; a classifier needs at least two")
+
+
+def _floor(settings: SplitSettings, default: int) -> int:
+    return default if settings.min_size is None else settings.min_size
+
+
+def _named(parts: list[Indices]) -> dict[str, Indices]:
+    return {f"site-{k}": part for k, part in enumerate(parts)}
+
+
+def _shares(rng: Random, alpha: float, clients: int) -> npt.NDArray[np.float64]:
+    """Dir(alpha); tiny alphas can underflow to all zeros, which is drawn again as the corner it stands for."""
+    share = rng.dirichlet(np.full(clients, alpha))
+    if not np.isfinite(share).all() or share.sum() <= 0:
+        share = np.eye(clients)[rng.randint(clients)]
+    return np.asarray(share)
+
+
+def _per_class(data: Dataset, rng: Random) -> list[Indices]:
+    return [rng.permutation(np.flatnonzero(data.labels == c)) for c in range(data.classes)]
+
+
+def _cut(pool: Indices, share: npt.NDArray[np.float64]) -> list[Indices]:
+    cuts = (np.cumsum(share)[:-1] * len(pool) + 1e-9).astype(np.int64)
+    return list(np.split(pool, cuts))
+
+
+def _redraw(settings: SplitSettings, floor: int, draw: Callable[[], list[Indices]]) -> dict[str, Indices]:
+    """Draw until every client has at least ``floor`` samples; a bound, then an error that names what to change."""
+    for _ in range(MAX_REDRAWS):
+        parts = draw()
+        if min(len(part) for part in parts) >= floor:
+            return _named(parts)
+    raise BadInput(
+        f"no {settings.name} split with alpha {settings.alpha:g}, {settings.clients} clients and min_size {floor} was found in {MAX_REDRAWS} draws; "
+        "raise alpha, or lower --clients or --min-size"
+    )
+
+
+def dirichlet(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """Per class, shares ~ Dir(alpha); clients that already hold >= N/K get none of it; redrawn until all reach min_size."""
+
+    def draw() -> list[Indices]:
+        parts: list[list[Indices]] = [[] for _ in range(settings.clients)]
+        held = np.zeros(settings.clients)
+        for pool in _per_class(data, rng):
+            share = _shares(rng, settings.alpha, settings.clients)
+            share = np.where(held < len(data) / settings.clients, share, 0.0)
+            if share.sum() <= 0:  # the whole share fell on full clients: the open ones divide it evenly
+                share = (held < len(data) / settings.clients).astype(float)
+            for k, piece in enumerate(_cut(pool, share / share.sum())):
+                parts[k].append(piece)
+                held[k] += len(piece)
+        return [np.concatenate(p) for p in parts]
+
+    return _redraw(settings, _floor(settings, 10), draw)
+
+
+def dirichlet_plain(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """Per class, shares ~ Dir(alpha), nothing else; redrawn only while a client has nothing at all."""
+
+    def draw() -> list[Indices]:
+        pieces = [_cut(pool, _shares(rng, settings.alpha, settings.clients)) for pool in _per_class(data, rng)]
+        return [np.concatenate([p[k] for p in pieces]) for k in range(settings.clients)]
+
+    return _redraw(settings, _floor(settings, 1), draw)
+
+
+def dirichlet_overlap(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """Per class, a client takes min(n_c, 10 n_c share) samples of the WHOLE class: clients share samples."""
+
+    def draw() -> list[Indices]:
+        parts: list[list[Indices]] = [[] for _ in range(settings.clients)]
+        for pool in _per_class(data, rng):
+            share = _shares(rng, settings.alpha, settings.clients)
+            for k in range(settings.clients):
+                take = min(len(pool), int(10 * len(pool) * share[k]))
+                parts[k].append(rng.permutation(pool)[:take])
+        return [np.concatenate(p) for p in parts]
+
+    return _redraw(settings, _floor(settings, 10), draw)
+
+
+def dirichlet_client(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """Each client has its own class prior ~ Dir(alpha) and the same size; when a class runs out, the others fill in.
+
+    Clients draw in many small turns, so that no client is left with what the others refused.
+    """
+    clients = settings.clients
+    pools = [list(pool) for pool in _per_class(data, rng)]
+    priors = [_shares(rng, settings.alpha, data.classes) for _ in range(clients)]
+    quota = [len(data) * (k + 1) // clients - len(data) * k // clients for k in range(clients)]
+    turn = max(1, min(quota) // 50)
+    parts: list[list[int]] = [[] for _ in range(clients)]
+    while any(len(parts[k]) < quota[k] for k in range(clients)):
+        for k in rng.permutation(clients):
+            wanted = min(turn, quota[k] - len(parts[k]))
+            while wanted > 0:
+                left = np.array([len(pool) for pool in pools], dtype=float)
+                prior = np.where(left > 0, priors[k], 0.0)
+                prior = prior if prior.sum() > 1e-12 else left
+                for c, n in enumerate(rng.multinomial(wanted, prior / prior.sum())):
+                    n = min(int(n), len(pools[c]))
+                    parts[k].extend(pools[c].pop() for _ in range(n))
+                    wanted -= n
+    floor = _floor(settings, 1)
+    if min(quota) < floor:
+        raise BadInput(f"{clients} equal clients of {len(data)} samples hold {min(quota)} each, under min_size {floor}; use fewer --clients")
+    return _named([np.array(part, dtype=np.int64) for part in parts])
+
+
+def fol(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """Per class, shares ~ Dir(psi), then repaired: the largest clients give random samples to those under min_size (100)."""
+    floor = _floor(settings, 100)
+    if floor * settings.clients > len(data):
+        raise BadInput(
+            f"{settings.clients} clients with at least {floor} samples need {floor * settings.clients}, the data has {len(data)}; lower --clients or --min-size"
+        )
+    pieces = [_cut(pool, _shares(rng, settings.alpha, settings.clients)) for pool in _per_class(data, rng)]
+    parts = [rng.permutation(np.concatenate([p[k] for p in pieces])) for k in range(settings.clients)]
+    for k in range(settings.clients):
+        while len(parts[k]) < floor:
+            donor = int(np.argmax([len(p) for p in parts]))
+            give = min(floor - len(parts[k]), max(1, (len(parts[donor]) - floor) // 2))
+            parts[k], parts[donor] = np.concatenate([parts[k], parts[donor][:give]]), parts[donor][give:]
+    return _named(parts)
+
+
+def iid(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """Every class dealt evenly; the remainders go round, so that client sizes differ by at most one."""
+    order = np.concatenate(_per_class(data, rng))
+    return _named([order[k :: settings.clients] for k in range(settings.clients)])
+
+
+def by_label(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """Each client holds samples of ``labels`` classes; a class is divided evenly among the clients that hold it."""
+    clients, each = settings.clients, settings.labels
+    present = np.flatnonzero(np.bincount(data.labels, minlength=data.classes))
+    if each > len(present):
+        raise BadInput(f"by-label with {each} labels a client needs at least {each} classes, the data has {len(present)}; lower split.labels")
+    if clients * each < len(present):
+        raise BadInput(f"{clients} clients with {each} labels each cannot hold all {len(present)} classes; raise --clients or split.labels")
+    holders: list[list[int]] = [[] for _ in range(data.classes)]
+    for k in range(clients):
+        # The classes with the fewest holders first, ties at random: every class is held, and holders stay balanced.
+        order = sorted(present, key=lambda c: (len(holders[c]), rng.random_sample()))
+        for c in order[:each]:
+            holders[c].append(k)
+    parts: list[list[Indices]] = [[] for _ in range(clients)]
+    for c, pool in enumerate(_per_class(data, rng)):
+        for i, k in enumerate(holders[c]):
+            parts[k].append(pool[i :: len(holders[c])])
+    sizes = [sum(len(piece) for piece in part) for part in parts]
+    if min(sizes) < 1:
+        raise BadInput(f"by-label leaves client {int(np.argmin(sizes))} without samples; use fewer --clients")
+    return _named([np.concatenate(part) for part in parts])
+
+
+def by_column(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """One site per value of a natural column (a user, a hospital); sites smaller than min_size are left out."""
+    if data.groups is None:
+        raise BadInput("by-column needs a column that says whose each image is; name it with --set data.column=NAME")
+    groups = np.array(data.groups)
+    floor = _floor(settings, 1)
+    parts = {str(name): np.flatnonzero(groups == name) for name in sorted(set(data.groups))}
+    kept = {name: part for name, part in parts.items() if len(part) >= floor}
+    if not kept:
+        raise BadInput(f"no value of the column has {floor} samples or more; lower --min-size")
+    return kept
+
+
+def _hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: float, rng: Random) -> Share:
+    """A stratified train / val / test division of one site's indices; each part keeps the data's order."""
+    if val == 0 and test == 0:
+        return Share(indices, indices[:0], indices[:0])
+    parts: tuple[list[Indices], ...] = ([], [], [])
+    carry = np.zeros(2)  # rounding carried from class to class, so that the totals come out right as well
+    for c in np.unique(labels[indices]):
+        pool = rng.permutation(indices[labels[indices] == c])
+        want = np.array([val, test]) * len(pool) + carry
+        take = np.minimum(np.floor(want + 0.5), len(pool) - 1).clip(0).astype(int)
+        while take.sum() >= len(pool) and take.max() > 0:
+            take[int(np.argmax(take))] -= 1
+        carry = want - take
+        parts[1].append(pool[: take[0]])
+        parts[2].append(pool[take[0] : take.sum()])
+        parts[0].append(pool[take.sum() :])
+    joined = [np.sort(np.concatenate(p)) for p in parts]
+    return Share(*joined)
+
+
+SPLITS: dict[str, Callable[[Dataset, SplitSettings, Random], dict[str, Indices]]] = {
+    "dirichlet": dirichlet, "dirichlet-plain": dirichlet_plain, "dirichlet-overlap": dirichlet_overlap, "dirichlet-client": dirichlet_client,
+    "fol": fol, "iid": iid, "by-label": by_label, "by-column": by_column,
+}  # fmt: skip
