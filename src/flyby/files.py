@@ -104,3 +104,9 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
             os.replace(tmp, path)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def file_digest(path: Path | str) -> str:
+    """SHA-256 of a file's bytes, in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

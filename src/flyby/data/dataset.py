@@ -52,11 +52,12 @@ class Dataset:
         labels = self.labels if indices is None else self.labels[indices]
         return [int(v) for v in np.bincount(labels, minlength=self.classes)]
 
-    def tensors(self, indices: npt.NDArray[np.int64] | None = None, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(
+        self, indices: npt.NDArray[np.int64] | None = None, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(images uint8 [n, H, W, C], labels int64 [n]) on a device; only the rows asked for are read from disk."""
-        rows = slice(None) if indices is None else indices
-        images = torch.from_numpy(np.ascontiguousarray(self.images[rows])).to(device)
-        return images, torch.from_numpy(np.ascontiguousarray(self.labels[rows])).to(device)
+        picked = [np.array(column) if indices is None else np.asarray(column[indices]) for column in (self.images, self.labels)]
+        return torch.from_numpy(picked[0]).to(device), torch.from_numpy(picked[1]).to(device)
 
 
 @dataclass(frozen=True)

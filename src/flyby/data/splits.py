@@ -109,15 +109,15 @@ def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
     shares, counts = {}, {}
     for name, indices in parts.items():
         # A generator per site: a site's parts do not change when another site's do.
-        shares[name] = _hold_out(np.sort(indices), data.labels, val, test, legacy_numpy(seed, name, "hold-out"))
+        shares[name] = hold_out(np.sort(indices), data.labels, val, test, legacy_numpy(seed, name, "hold-out"))
         counts[name] = data.counts(shares[name].train)
     return Split(settings, seed, data.digest, data.class_names, shares, counts)
 
 
 def _check(data: Dataset, settings: SplitSettings) -> None:
-    if settings.name.startswith("dirichlet") or settings.name == "fol":
-        if not settings.alpha > 0 or not np.isfinite(settings.alpha):
-            raise BadInput(f"alpha must be above 0, got {settings.alpha}; small values (.05) are very uneven, 100 is nearly even")
+    uses_alpha = settings.name.startswith("dirichlet") or settings.name == "fol"
+    if uses_alpha and not 0 < settings.alpha < np.inf:
+        raise BadInput(f"alpha must be above 0, got {settings.alpha}; small values (.05) are very uneven, 100 is nearly even")
     if settings.name != "by-column" and settings.clients > len(data):
         raise BadInput(f"{settings.clients} clients cannot share {len(data)} samples; use fewer --clients")
     if np.count_nonzero(data.counts()) < 2:
@@ -229,7 +229,9 @@ def dirichlet_client(data: Dataset, settings: SplitSettings, rng: Random) -> dic
                     wanted -= n
     floor = _floor(settings, 1)
     if min(quota) < floor:
-        raise BadInput(f"{clients} equal clients of {len(data)} samples hold {min(quota)} each, under min_size {floor}; use fewer --clients")
+        raise BadInput(
+            f"{clients} equal clients of {len(data)} samples hold {min(quota)} each, under min_size {floor}; use fewer --clients"
+        )
     return _named([np.array(part, dtype=np.int64) for part in parts])
 
 
@@ -261,7 +263,9 @@ def by_label(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, I
     clients, each = settings.clients, settings.labels
     present = np.flatnonzero(np.bincount(data.labels, minlength=data.classes))
     if each > len(present):
-        raise BadInput(f"by-label with {each} labels a client needs at least {each} classes, the data has {len(present)}; lower split.labels")
+        raise BadInput(
+            f"by-label with {each} labels a client needs at least {each} classes, the data has {len(present)}; lower split.labels"
+        )
     if clients * each < len(present):
         raise BadInput(f"{clients} clients with {each} labels each cannot hold all {len(present)} classes; raise --clients or split.labels")
     holders: list[list[int]] = [[] for _ in range(data.classes)]
@@ -293,7 +297,7 @@ def by_column(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, 
     return kept
 
 
-def _hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: float, rng: Random) -> Share:
+def hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: float, rng: Random) -> Share:
     """A stratified train / val / test division of one site's indices; each part keeps the data's order."""
     if val == 0 and test == 0:
         return Share(indices, indices[:0], indices[:0])

@@ -7,6 +7,7 @@ clamped once at the end rather than after each step, and hue turns in the YIQ pl
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal
 
@@ -15,8 +16,12 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-# RGB to YIQ: row 0 is the luma that greyscale, contrast and saturation use.
-_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
+
+@functools.cache
+def _yiq(device: torch.device) -> tuple[Tensor, Tensor]:
+    """RGB to YIQ and back; row 0 is the luma that greyscale, contrast and saturation use. Kept per device: no copy per step."""
+    to = torch.tensor(((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)), dtype=torch.float64)
+    return to.float().to(device), torch.linalg.inv(to).float().to(device)
 
 
 class ViewSettings(BaseModel):
@@ -78,7 +83,10 @@ def _resample(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor
     if settings.flip > 0:
         flipped = _uniform(n, 0, 1, rng, x) < settings.flip
         columns = torch.where(flipped[:, None], columns.flip(1), columns)
-    grid = torch.stack(((columns * (2 / width) - 1)[:, None, :].expand(-1, height, -1), (rows * (2 / height) - 1)[:, :, None].expand(-1, -1, width)), dim=-1)
+    grid = torch.stack(
+        ((columns * (2 / width) - 1)[:, None, :].expand(-1, height, -1), (rows * (2 / height) - 1)[:, :, None].expand(-1, -1, width)),
+        dim=-1,
+    )
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros" if settings.crop == "pad" else "border", align_corners=False)
 
 
@@ -95,8 +103,7 @@ def _recolour(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor
     s = torch.where(on, _uniform(n, 1 - saturation, 1 + saturation, rng, x), 1.0)
     turn = torch.where(on, _uniform(n, -hue, hue, rng, x), 0.0) * (2 * math.pi)
     s = torch.where(_uniform(n, 0, 1, rng, x) < settings.grey, 0.0, s)  # greyscale is saturation 0
-    to_yiq = torch.tensor(_YIQ, device=x.device)
-    from_yiq = torch.linalg.inv(torch.tensor(_YIQ, dtype=torch.float64)).float().to(x.device)
+    to_yiq, from_yiq = _yiq(x.device)
     one, zero = torch.ones_like(s), torch.zeros_like(s)
     cos, sin = s * turn.cos(), s * turn.sin()
     chroma = torch.stack((one, zero, zero, zero, cos, -sin, zero, sin, cos), dim=1).view(n, 3, 3)

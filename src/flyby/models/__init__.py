@@ -1,0 +1,9 @@
+"""Model specs and the networks they describe."""
+
+from __future__ import annotations
+
+from flyby.models.heads import HEADS
+from flyby.models.networks import ARCHITECTURES, Network
+from flyby.models.spec import ModelSpec
+
+__all__ = ["ModelSpec", "Network", "ARCHITECTURES", "HEADS"]

@@ -1,0 +1,3 @@
+from flyby.cli import main
+
+main()

@@ -1,0 +1,307 @@
+"""The command line. Each command reads its words, calls one function, prints; heavy imports wait until they are needed.
+
+Exit codes: 0 done, 2 bad input (one line that says what and how to mend it), 3 a run that diverged, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flyby import __version__
+from flyby.errors import BadInput, FlybyError
+
+if TYPE_CHECKING:
+    from flyby.data.dataset import Dataset
+
+app = typer.Typer(
+    name="flyby", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="One-shot federated learning: every participant's model crosses the wire exactly once.",
+)  # fmt: skip
+
+Json = Annotated[bool, typer.Option("--json", help="Answer in JSON on stdout.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. train.lr=0.01 (repeatable).")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Size = Annotated[int | None, typer.Option(help="Resize images to this many pixels a side.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def main() -> None:
+    """Run the command line and turn every error a user can cause into one line and an exit code."""
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command with --resume goes on from here", 130)
+    except typer.Abort:
+        _fail("interrupted; the same command with --resume goes on from here", 130)
+    except FlybyError as error:
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        os._exit(0)
+    except Exception as error:
+        if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
+            _fail(error.format_message() or "see flyby --help", 2)
+        raise
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"flyby: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _say(value: Any, as_json: bool, text: str) -> None:
+    print(json.dumps(value, indent=1) if as_json else text)
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    if version:
+        print(f"flyby {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    method: Annotated[
+        str, typer.Option(help="A method of `flyby methods`, or several with commas: a comparison on the same uploads.")
+    ] = "fedavg",
+    data: Annotated[str, typer.Option(help="digits, a folder of Parquet files or class folders, an .npz, hf:NAME.")] = "digits",
+    clients: Annotated[int, typer.Option(help="How many sites.")] = 5,
+    alpha: Annotated[float, typer.Option(help="Dirichlet concentration: .05 very uneven, 100 nearly even.")] = 0.1,
+    epochs: Annotated[int | None, typer.Option(help="Local epochs.")] = None,
+    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="The run folder.")] = None,
+    split: Annotated[str, typer.Option(help="How the data is divided.")] = "dirichlet",
+    min_size: Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")] = None,
+    model: Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")] = None,
+    fusion: Annotated[str | None, typer.Option(help="Another server rule than the method's own.")] = None,
+    engine: Annotated[str | None, typer.Option(help="inline or processes; by default what suits the machine.")] = None,
+    device: Device = "auto",
+    size: Size = None,
+    settings: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Simulate a whole federation on one machine: split, train every site, fuse, evaluate, report."""
+    from flyby.study.compare import compare
+    from flyby.study.config import make_config
+    from flyby.study.run import run as run_one
+
+    names = [name.strip() for name in method.split(",") if name.strip()]
+    if not names:
+        raise BadInput("name a method; `flyby methods` lists them")
+    configs = {
+        name: make_config(
+            name, fusion=fusion, seed=seed, data={"name": data, "size": size}, model=model, epochs=epochs, assignments=settings or (),
+            split={"name": split, "clients": clients, "alpha": alpha, "min_size": min_size},
+        )
+        for name in names
+    }  # fmt: skip
+    folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
+    command = shlex.join(["flyby", *sys.argv[1:]])
+    options: dict[str, Any] = {"engine": engine, "device": device, "resume": resume, "command": command, "quiet": quiet}
+    if len(names) == 1:
+        result = run_one(configs[names[0]], folder, **options)
+        _say(result, as_json, f"{_line(result)}\nreport: {folder / 'report.html'}")
+    else:
+        results = compare(configs, folder, **options)
+        _say(results, as_json, "\n".join([*(_line(r) for r in results.values()), f"report: {folder / 'report.html'}"]))
+
+
+def _line(result: dict[str, Any]) -> str:
+    own = result["per_client"].values()
+    sent = f"{result['uploads']} uploads, {result['bytes_up'] / 1e6:.2f} MB" if result["uploads"] else "nothing sent"
+    return f"{result['method']:<12} accuracy {result['accuracy']:.4f}   own-test mean {sum(own) / len(own):.4f}   {sent}   {result['seconds']:.1f} s"
+
+
+@app.command()
+def train(
+    data: Annotated[str, typer.Option(help="This site's own images.")],
+    out: Annotated[Path, typer.Option(help="The parcel to write.")],
+    method: Annotated[str, typer.Option(help="Whose local training.")] = "fedavg",
+    site: Annotated[str | None, typer.Option(help="This site's name; by default the parcel's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Local epochs.")] = None,
+    seed: Annotated[int, typer.Option(help="All sites must use the same.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Architecture; all sites the same, for rules that average.")] = None,
+    device: Device = "auto",
+    size: Size = None,
+    settings: Set = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Train one real site on its own data and write the one parcel it will send."""
+    from flyby.study.config import make_config
+    from flyby.study.single import train_parcel
+
+    config = make_config(
+        method, seed=seed, data={"name": data, "size": size, "holdout": 0.0}, model=model, epochs=epochs, assignments=settings or ()
+    )
+    manifest, written = train_parcel(config, out, site or out.stem, device=device, quiet=quiet)
+    facts = {"parcel": str(out), "bytes": written, "sender": manifest.sender, "samples": manifest.samples, "counts": manifest.counts}
+    _say(
+        facts,
+        as_json,
+        f"{out}: {written:,} bytes from {manifest.samples} samples of {manifest.sender}; look inside with: flyby inspect {out}",
+    )
+
+
+@app.command()
+def inspect(path: Annotated[Path, typer.Argument(help="A .parcel file.")], as_json: Json = False) -> None:
+    """Show what a parcel says and check that it is whole. Nothing in it is ever run."""
+    from flyby import parcel
+
+    made = parcel.read(path)
+    m = made.manifest
+    facts = json.loads(m.model_dump_json())
+    facts |= {"bytes": path.stat().st_size, "parameters": m.spec.parameter_count(), "signed": False}
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, title=str(path), title_justify="left")
+    head = m.spec.head if m.spec.head != "linear" else "linear head"
+    counts = ", ".join(f"{n}: {c}" for n, c in zip(m.class_names, m.counts, strict=True) if c) if m.counts else "not shared"
+    for key, value in (
+        ("sender", m.sender), ("objective", m.method), ("model", f"{m.spec.name}, {head}, {facts['parameters']:,} parameters"),
+        ("images", f"{m.spec.size[0]}x{m.spec.size[1]}x{m.spec.channels}"), ("samples", f"{m.samples:,}"), ("class counts", counts),
+        ("codec", m.codec), ("extras", ", ".join(m.extras) or "none"), ("size", f"{facts['bytes']:,} bytes in {len(m.tensors)} tensors"),
+        ("checked", "whole: sizes, shapes, hashes and finiteness"), ("signature", "none"),
+        ("trained by", f"flyby {facts['provenance'].get('versions', {}).get('flyby', '?')}, seed {m.provenance.get('seed', '?')}"),
+    ):  # fmt: skip
+        table.add_row(key, Text(str(value)))
+    Console().print(table)
+
+
+@app.command()
+def fuse(
+    parcels: Annotated[list[Path], typer.Argument(help="The .parcel files, one a site.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    fusion: Annotated[str, typer.Option(help="The server rule.")] = "fedavg",
+    proxy: Annotated[str | None, typer.Option(help="Unlabelled images, for rules that can use some.")] = None,
+    seed: Annotated[int, typer.Option(help="For rules that draw.")] = 0,
+    export: Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")] = True,
+    device: Device = "auto",
+    settings: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
+    from flyby.study.single import fuse_parcels
+
+    facts = fuse_parcels(parcels, out, fusion, settings or (), proxy=proxy, seed=seed, export=export, device=device)
+    _say(
+        facts,
+        as_json,
+        f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby evaluate {out} --data PATH",
+    )
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A fused folder, a run folder or a .parcel.")],
+    data: Annotated[str, typer.Option(help="Labelled images; the test split where there is one.")],
+    size: Size = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Accuracy of a model on labelled data, overall and per class."""
+    from flyby.data.sources import load
+    from flyby.evaluation import accuracy, evaluate_dataset, per_class
+    from flyby.fusion import load_predictor
+    from flyby.study.config import pick_device
+
+    predictor = load_predictor(model)
+    bundle = load(data, size=size, holdout=0.2 if data.startswith("digits") else 0.0)
+    judged: Dataset = bundle.test or bundle.train
+    scores, part = evaluate_dataset(predictor, judged, pick_device(device))
+    by_class = dict(zip(judged.class_names, per_class(scores, part.labels, judged.classes), strict=True))
+    facts = {"model": str(model), "data": data, "images": len(judged), "accuracy": accuracy(scores, part.labels), "per_class": by_class}
+    lines = [
+        f"accuracy {facts['accuracy']:.4f} on {len(judged)} images",
+        *(f"  {n:<20} {a:.4f}" for n, a in by_class.items() if a is not None),
+    ]
+    _say(facts, as_json, "\n".join(lines))
+
+
+@app.command()
+def predict(
+    model: Annotated[Path, typer.Argument(help="A fused folder, a run folder or a .parcel.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Say what is in some images."""
+    import torch
+
+    from flyby.data.sources import read_images
+    from flyby.evaluation import scores_of
+    from flyby.fusion import load_predictor
+    from flyby.study.config import pick_device
+
+    predictor = load_predictor(model)
+    pixels = torch.from_numpy(read_images(images, predictor.channels, predictor.size))
+    chances = scores_of(predictor, pixels, pick_device(device)).softmax(1)
+    rows = [
+        {"image": str(path), "class": predictor.class_names[int(p.argmax())], "probability": float(p.max())}
+        for path, p in zip(images, chances, strict=True)
+    ]
+    _say(rows, as_json, "\n".join(f"{r['image']}: {r['class']} ({r['probability']:.2f})" for r in rows))
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """The methods there are, what crosses the wire in each, what their halves need and provide."""
+    from flyby.methods import catalogue
+
+    rows = catalogue()
+    _table(rows, as_json, ("method", "objective", "fusion", "exchanges", "about", "paper"))
+
+
+@app.command("data")
+def data_command(as_json: Json = False) -> None:
+    """The kinds of data there are and how to name them; the splits too."""
+    from flyby.data.sources import catalogue
+    from flyby.data.splits import SPLITS
+
+    sources = catalogue()
+    splits = [{"split": name, "rule": (rule.__doc__ or "").split("\n\n")[0].strip()} for name, rule in SPLITS.items()]
+    if as_json:
+        print(json.dumps({"sources": sources, "splits": splits}, indent=1))
+        return
+    _table(sources, False, tuple(sources[0]))
+    _table(splits, False, ("split", "rule"))
+
+
+def _table(rows: list[dict[str, Any]], as_json: bool, columns: tuple[str, ...]) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(row[c] if row[c] is not None else "-")) for c in columns))
+    Console().print(table)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of runs.")], as_json: Json = False) -> None:
+    """Write (again) the HTML report of a run, or of several side by side."""
+    from flyby.study.report import write_report
+
+    path = write_report(folder)
+    _say({"report": str(path)}, as_json, f"report: {path}")

@@ -1,0 +1,385 @@
+"""The decode cache: every source becomes one memory-mapped ``images.npy`` that all worker processes share.
+
+An entry is a folder named by the hash of the source's content and the decode settings; it holds ``images.npy`` (uint8 [N, H, W, C], the
+splits one after another), ``labels.npy`` and ``entry.json``. It appears whole or not at all, and is rebuilt when its sizes are wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from flyby import files
+from flyby.data.dataset import Dataset
+from flyby.errors import BadInput
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMAT = 1  # raise it when decoding or the layout changes: old entries are then simply never asked for
+BROKEN_SHARE = 0.01
+CHUNK = 128
+# Measured on two cores (images a second, one thread / two): 32x32 JPEG 14k / 9k (threads fight for the interpreter), 64x64 10k / 9k,
+# 128x128 4k / 8k (Pillow decodes outside the interpreter lock). So small images get one decoding thread and larger ones all cores.
+SMALL = 64 * 64
+
+Pixels = npt.NDArray[np.uint8]
+Item = bytes | Path | Pixels | None  # an encoded image, a file of one, an image already decoded, or nothing (which counts as broken)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split of a source before decoding: its labels, its images in blocks, and how to name row ``i`` to a person."""
+
+    split: str
+    labels: npt.NDArray[np.int64]
+    blocks: Callable[[], Iterator[Sequence[Item]]]
+    where: Callable[[int], str]
+    groups: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All a source holds: its splits, its class names, and what an earlier reading of it found broken."""
+
+    parts: Sequence[Part]
+    class_names: Sequence[str]
+    broken: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A decoded source in the cache: its splits as memory-mapped datasets, and the images that could not be decoded."""
+
+    splits: dict[str, Dataset]
+    broken: tuple[str, ...]
+
+
+def root_of(cache: Path | None) -> Path:
+    """The cache folder: the one given, else ``$FLYBY_CACHE``, else ``~/.cache/flyby``."""
+    return Path(os.path.expanduser(cache or os.environ.get("FLYBY_CACHE") or "~/.cache/flyby")).absolute()
+
+
+# -- the key ----------------------------------------------------------------------------------------------------------------------------
+
+
+def key_of(sources: Mapping[str, Path], settings: Mapping[str, Any], root: Path) -> str:
+    """The key of an entry: a hash of the files' contents under their names within the source, and of the settings."""
+    return files.digest({"format": FORMAT, "files": _hashes(sources, root), "settings": dict(settings)}, 32)
+
+
+def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
+    """SHA-256 of every file; a file whose path, size and time are those of an earlier reading is not read again."""
+    if not sources:
+        return {}
+    paths = {name: str(path.absolute()) for name, path in sources.items()}
+    index = root / "index" / f"{files.digest(sorted(paths.values()), 32)}.json"
+    known: dict[str, Any] = {}
+    with contextlib.suppress(BadInput):
+        loaded = files.read_json(index)
+        known = loaded if isinstance(loaded, dict) else {}
+    hashes: dict[str, str] = {}
+    fresh: dict[str, Any] = {}
+    for name, path in sources.items():
+        try:
+            stat = path.stat()
+            stamp = [stat.st_size, stat.st_mtime_ns]
+            memo = known.get(paths[name])
+            if isinstance(memo, list) and len(memo) == 3 and memo[:2] == stamp and isinstance(memo[2], str):
+                hashes[name] = memo[2]
+            else:
+                with path.open("rb") as file:
+                    hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
+        # A file written this very moment could change again within one tick of the clock, unseen: remember it only once it has settled.
+        if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
+            fresh[paths[name]] = [*stamp, hashes[name]]
+    if fresh != known:
+        with contextlib.suppress(BadInput):  # a cache that cannot be written only costs the time of hashing again
+            files.write_text(index, json.dumps(fresh))
+    return hashes
+
+
+# -- entries ----------------------------------------------------------------------------------------------------------------------------
+
+
+def fetch(root: Path, key: str, read: Callable[[], Contents], *, size: int | None = None, progress: str | None = None) -> Entry:
+    """The entry ``key``, from the cache or else decoded from ``read()`` into it; ``progress`` is the title of a progress bar, if any."""
+    entry = _open(root / "decoded" / key)
+    if entry is not None:
+        return entry
+    folder = writable(root) / "decoded" / key
+    with _lock(folder):
+        entry = _open(folder)  # another process may have built it while this one waited
+        if entry is None:
+            contents = read()
+            try:
+                with files.atomic_folder(folder) as tmp:
+                    _write(tmp, contents, size, progress)
+            except OSError as error:
+                # Without locks (they are advisory, and not on every system) two may finish at once: the first one's entry serves both.
+                entry = _open(folder)
+                if entry is None:
+                    raise BadInput(
+                        f"cannot write the decode cache {folder.parent}: {error.strerror or error}; name another folder in FLYBY_CACHE"
+                    ) from error
+            entry = entry or _open(folder)
+    if entry is None:
+        raise BadInput(f"the decode cache {folder.parent} loses what is written to it; name another folder in FLYBY_CACHE")
+    return entry
+
+
+def _open(folder: Path) -> Entry | None:
+    """A whole entry, or None where there is none or it is damaged."""
+    try:
+        meta = json.loads((folder / "entry.json").read_bytes())
+        if any((folder / name).stat().st_size != size for name, size in meta["bytes"].items()):
+            return None
+        images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
+        labels = np.load(folder / "labels.npy", allow_pickle=False)
+        splits = {}
+        for name, split in meta["splits"].items():
+            rows = slice(split["start"], split["stop"])
+            groups = None if split["groups"] is None else tuple(split["groups"])
+            splits[name] = Dataset(images[rows], labels[rows], tuple(meta["class_names"]), split["digest"], groups)
+        return Entry(splits, tuple(meta["broken"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadInput):
+        return None
+
+
+def writable(root: Path) -> Path:
+    """The cache folder itself, or one for this user under the temporary folder where it cannot be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return root
+    except OSError as error:
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        # The same folder for all of this user's processes, so that they share it; but not one that somebody else laid out.
+        spare = Path(tempfile.gettempdir()) / f"flyby-cache-{user}"
+        try:
+            spare.mkdir(mode=0o700, exist_ok=True)
+            mine = not spare.is_symlink() and (not hasattr(os, "getuid") or spare.stat().st_uid == user)
+        except OSError:
+            mine = False
+        spare = spare if mine else Path(tempfile.mkdtemp(prefix="flyby-cache-"))
+        print(f"warning: the cache folder {root} cannot be written ({error.strerror or error}); using {spare}", file=sys.stderr)
+        return spare
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One builder at a time for an entry; where the system has no such lock, ``atomic_folder`` alone keeps the entry whole."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context((folder.parent / f".{folder.name}.lock").open("wb")), fcntl.LOCK_EX)
+            for stale in folder.parent.glob(f".{folder.name}.*/"):  # left by a killed process: nobody else builds this entry now
+                shutil.rmtree(stale, ignore_errors=True)
+        yield
+
+
+# -- building an entry ------------------------------------------------------------------------------------------------------------------
+
+
+class _Colour(Exception):
+    """A colour image in a set that began with grey ones."""
+
+
+@dataclass
+class _Writer:
+    """Streams decoded images into ``images.npy`` in order and takes the content hash on the way."""
+
+    file: BinaryIO
+    channels: int | None
+    height: int = 0
+    width: int = 0
+    count: int = 0
+    first: str = ""
+    hash: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, image: Pixels, part: Part, row: int) -> None:
+        height, width, channels = image.shape
+        if not self.count:
+            self.height, self.width, self.first = height, width, part.where(row)
+            self.channels = self.channels or channels
+            self.file.write(self.header())
+        if (height, width) != (self.height, self.width):
+            raise BadInput(
+                f"images differ in size ({self.first} is {self.height}x{self.width}, {part.where(row)} is {height}x{width}); "
+                "give them one size with --set data.size=64"
+            )
+        if channels != self.channels:
+            if self.channels != 3 or channels != 1:
+                raise _Colour
+            image = np.repeat(image, 3, axis=2)
+        raw = np.ascontiguousarray(image).data
+        self.file.write(raw)
+        self.hash.update(raw)
+        self.count += 1
+
+    def header(self) -> bytes:
+        # numpy pads the header so that the first axis can grow in place, so the count may be written in at the end.
+        buffer = io.BytesIO()
+        shape = (self.count, self.height, self.width, self.channels)
+        np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        return buffer.getvalue()
+
+
+def _write(folder: Path, contents: Contents, size: int | None, progress: str | None) -> None:
+    try:
+        _write_as(folder, contents, size, progress, None)
+    except _Colour:  # rare, and early where colour is common: cheaper than looking at every image twice
+        _write_as(folder, contents, size, progress, 3)
+
+
+def _write_as(folder: Path, contents: Contents, size: int | None, progress: str | None, channels: int | None) -> None:
+    total = sum(len(part.labels) for part in contents.parts)
+    broken = list(contents.broken)
+    labels: list[npt.NDArray[np.int64]] = []
+    splits: dict[str, Any] = {}
+    new_broken = 0
+    with files.atomic_open(folder / "images.npy") as file, _bar(total, progress) as advance:
+        writer = _Writer(file, channels)
+        for part in contents.parts:
+            start, kept = writer.count, []
+            writer.hash = hashlib.sha256()
+            for row, image in enumerate(_decoded(part, size)):
+                if image is None:
+                    broken.append(part.where(row))
+                    new_broken += 1
+                    if new_broken > max(2, BROKEN_SHARE * total):  # no use to go on; the three to be named are known
+                        raise _too_broken(broken[-new_broken:], total)
+                else:
+                    writer.add(image, part, row)
+                    kept.append(row)
+                if row % CHUNK == CHUNK - 1:
+                    advance(CHUNK)
+            labels.append(part.labels[kept].astype("<i8"))
+            writer.hash.update(labels[-1].tobytes())
+            shape = [len(kept), writer.height, writer.width, writer.channels]
+            writer.hash.update(files.canonical({"shape": shape, "class_names": list(contents.class_names)}))
+            groups = None if part.groups is None else [part.groups[row] for row in kept]
+            splits[part.split] = {"start": start, "stop": writer.count, "digest": writer.hash.hexdigest()[:16], "groups": groups}
+        if new_broken > BROKEN_SHARE * total:
+            raise _too_broken(broken[-new_broken:], total)
+        file.seek(0)
+        file.write(writer.header())
+    with files.atomic_open(folder / "labels.npy") as file:
+        np.save(file, np.concatenate(labels), allow_pickle=False)
+    sizes = {name: (folder / name).stat().st_size for name in ("images.npy", "labels.npy")}
+    files.write_json(folder / "entry.json", {"bytes": sizes, "splits": splits, "class_names": list(contents.class_names), "broken": broken})
+
+
+def _too_broken(broken: Sequence[str], total: int) -> BadInput:
+    return BadInput(
+        f"more than {BROKEN_SHARE:.0%} of the {total} images cannot be decoded (first: {', '.join(broken[:3])}); "
+        "mend or remove them, or check that the source is what you meant"
+    )
+
+
+def _decoded(part: Part, size: int | None) -> Iterator[Pixels | None]:
+    """The part's images in order, decoded ahead by threads within a bounded window; None for a broken one."""
+    chunks = (block[i : i + CHUNK] for block in part.blocks() for i in range(0, len(block), CHUNK))
+    first = next(chunks, None)
+    if first is None:
+        return
+    probe = _attempt(first[0], None)
+    workers = 1 if probe is not None and probe.shape[0] * probe.shape[1] <= SMALL else os.cpu_count() or 1
+    waiting: deque[Future[list[Pixels | None]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            waiting.append(pool.submit(_attempts, first, size))
+            for chunk in chunks:
+                waiting.append(pool.submit(_attempts, chunk, size))
+                if len(waiting) > 2 * workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _attempts(items: Iterable[Item], size: int | None) -> list[Pixels | None]:
+    return [_attempt(item, size) for item in items]
+
+
+def _attempt(item: Item, size: int | None) -> Pixels | None:
+    try:
+        return None if item is None else decode(item, None if size is None else (size, size))
+    except Exception:  # a damaged file makes Pillow's readers fail in any way at all (OSError, SyntaxError, ValueError, struct.error ...)
+        return None
+
+
+@contextlib.contextmanager
+def _bar(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr; one plain line where that is not a terminal; nothing without a title."""
+    if title is None:
+        yield lambda _: None
+    elif not sys.stderr.isatty():
+        print(f"decoding {total} images of {title} into the cache (once)", file=sys.stderr, flush=True)
+        yield lambda _: None
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(f"decoding {title}", total=total)
+            yield lambda n: progress.advance(task, n)
+
+
+# -- one image --------------------------------------------------------------------------------------------------------------------------
+
+
+def decode(item: bytes | Path | Pixels, size: tuple[int, int] | None = None) -> Pixels:
+    """One image as uint8 [H, W, C], C = 1 for grey and 3 for colour; transparency lies on black; resized to (H, W) if asked."""
+    from PIL import Image, ImageOps
+
+    if isinstance(item, np.ndarray):
+        if size is None or item.shape[:2] == size:
+            return item
+        bands = [Image.fromarray(item[:, :, band]).resize(size[::-1], Image.Resampling.BILINEAR) for band in range(item.shape[2])]
+        return np.stack([np.asarray(band) for band in bands], axis=2)
+    with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as opened:
+        flat = _flat(ImageOps.exif_transpose(opened) if "exif" in opened.info else opened)
+        if size is not None:
+            flat = flat.resize(size[::-1], Image.Resampling.BILINEAR)
+        pixels: Pixels = np.asarray(flat)
+        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+
+def _flat(image: Image.Image) -> Image.Image:
+    """The image in mode L or RGB: palettes looked up, 16-bit grey scaled to 8, transparency laid on black."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        return Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
+    grey = image.mode in ("1", "L", "LA", "La")
+    plain, alpha = ("L", "LA") if grey else ("RGB", "RGBA")
+    if "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+        image = image.convert(alpha)
+        black = Image.new(plain, image.size)
+        black.paste(image.convert(plain), mask=image.getchannel("A"))
+        return black
+    return image if image.mode == plain else image.convert(plain)

@@ -1,0 +1,105 @@
+"""The noun ``Site``: one participant's own train, validation and test data, as tensors on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyby.data.dataset import DataBundle, Dataset
+from flyby.data.splits import Split
+from flyby.data.views import ViewSettings, augment
+from flyby.rng import generator
+
+# A replica is a gently changed copy: what a second pass of the same satellite over the same ground might give.
+REPLICA_VIEWS = ViewSettings(crop="resized", scale=(0.7, 1.0), flip=0.5, jitter=(0.2, 0.2, 0.2, 0.0))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some images (uint8 ``[n, H, W, C]``) and their labels (int64 ``[n]``), on one device."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device | str) -> Part:
+        return Part(self.images.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one participant holds. ``counts`` are its training images per class; ``mirror`` says whether flips are harmless."""
+
+    id: str
+    train: Part
+    val: Part
+    test: Part
+    class_names: tuple[str, ...]
+    mirror: bool = True
+
+    @property
+    def counts(self) -> list[int]:
+        return [int(v) for v in torch.bincount(self.train.labels, minlength=len(self.class_names)).tolist()]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return int(self.train.images.shape[1]), int(self.train.images.shape[2])
+
+    @property
+    def channels(self) -> int:
+        return int(self.train.images.shape[3])
+
+    def to(self, device: torch.device | str) -> Site:
+        return Site(self.id, self.train.to(device), self.val.to(device), self.test.to(device), self.class_names, self.mirror)
+
+
+def site_of(bundle: DataBundle, split: Split, name: str) -> Site:
+    """One site of a split, with its replicas made (after the split, so that no copy crosses from one part into another)."""
+    share, copies = split.shares[name], split.settings.replicas
+    parts: dict[str, Part] = {}
+    for part, indices in (("train", share.train), ("val", share.val), ("test", share.test)):
+        images, labels = bundle.train.tensors(indices)
+        if copies and len(labels):
+            images = torch.cat([images] + [_replica(images, bundle.mirror, split.seed, name, part, r) for r in range(copies)])
+            labels = labels.repeat(copies + 1)
+        parts[part] = Part(images, labels)
+    return Site(name, parts["train"], parts["val"], parts["test"], bundle.train.class_names, bundle.mirror)
+
+
+def _replica(images: Tensor, mirror: bool, *key: object) -> Tensor:
+    settings = REPLICA_VIEWS if mirror else REPLICA_VIEWS.model_copy(update={"flip": 0.0})
+    channels = images.shape[3]
+    x = augment(images, settings, torch.zeros(channels), torch.ones(channels), generator(*key, "replica"))
+    return x.permute(0, 2, 3, 1).mul(255).round().clamp_(0, 255).to(torch.uint8)
+
+
+def whole_site(bundle: DataBundle, name: str, val: float = 0.0, seed: int = 0) -> Site:
+    """A real site whose data is all its own: ``flyby train``. A validation split in the source, or a share of it, is held out."""
+    from flyby.data.splits import hold_out
+    from flyby.rng import legacy_numpy
+
+    indices = np.arange(len(bundle.train))
+    held = bundle.validation
+    if held is None:
+        share = hold_out(indices, bundle.train.labels, val, 0.0, legacy_numpy(seed, name, "hold-out"))
+        train, validation = part_of(bundle.train, share.train), part_of(bundle.train, share.val)
+    else:
+        train, validation = part_of(bundle.train, indices), part_of(held)
+    return Site(
+        name,
+        train,
+        validation,
+        part_of(bundle.test) if bundle.test is not None else part_of(bundle.train, indices[:0]),
+        bundle.train.class_names,
+        bundle.mirror,
+    )
+
+
+def part_of(data: Dataset, indices: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None) -> Part:
+    return Part(*data.tensors(None if indices is None else np.asarray(indices, dtype=np.int64)))

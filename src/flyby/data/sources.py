@@ -1,0 +1,504 @@
+"""Where images come from: everything ``--data`` can name, read into one ``DataBundle`` through the decode cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flyby import rng
+from flyby.data import cache as store
+from flyby.data.cache import Contents, Item, Part, Pixels
+from flyby.data.dataset import DataBundle
+from flyby.errors import BadInput, unknown
+
+SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation", "test": "test"}
+ORDER = ("train", "validation", "test")
+IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "labels", "fine_label")
+SHARD = re.compile(r"(.+?)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?")
+BLOCK = 1024  # rows of a Parquet file held in memory at a time
+
+
+Held = TypeVar("Held")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A named source before it is read: the files whose content is its identity, and how to read them."""
+
+    files: Mapping[str, Path]  # by name within the source, so that moving it changes nothing
+    settings: Mapping[str, Any]
+    read: Callable[[], Contents]
+    size: int | None
+    mirror: bool = True
+
+
+def catalogue() -> list[dict[str, str]]:
+    """The kinds of source there are: a name, the form it takes after ``--data``, and one line about it."""
+    rows = (
+        ("digits", "digits", "1,797 handwritten digits, 8x8 grey, 10 classes; comes with scikit-learn, no test split"),
+        ("digits-32", "digits-32", "the same digits up-sampled to 32x32 RGB, for networks made for photographs"),
+        (
+            "parquet",
+            "FOLDER",
+            "Parquet image files in the Hugging Face layout: train-00000-of-00001.parquet, test-..., columns image and label",
+        ),
+        ("folders", "FOLDER", "a folder of class folders: FOLDER/CLASS/*.png, or FOLDER/train/CLASS/* and FOLDER/test/CLASS/*"),
+        ("npz", "FILE.npz", "numpy arrays: images and labels, or x_train, y_train, x_test, y_test; uint8, [N, H, W] or [N, H, W, C]"),
+        ("hub", "hf:OWNER/NAME", "a Parquet dataset on the Hugging Face hub (hf:OWNER/NAME/CONFIG if it has several); needs flyby[hub]"),
+    )
+    return [{"name": name, "form": form, "note": note} for name, form, note in rows]
+
+
+def load(
+    name: str,
+    *,
+    size: int | None = None,
+    holdout: float = 0.0,
+    column: str | None = None,
+    cache: Path | None = None,
+    progress: bool = False,
+) -> DataBundle:
+    """The images that ``name`` stands for, decoded once and memory-mapped from then on.
+
+    ``size`` resizes every image to size x size; ``holdout`` keeps that share of each class as test images where the source has none;
+    ``column`` is the column of a natural user or site, kept as ``Dataset.groups``; ``cache`` is where decoded images are kept.
+    """
+    if size is not None and not 1 <= size <= 4096:
+        raise BadInput(f"data.size must lie between 1 and 4096 pixels, not {size}")
+    if not 0.0 <= holdout < 1.0:
+        raise BadInput(f"data.holdout is the share of images kept for testing and must be at least 0 and below 1, not {holdout}")
+    root = store.root_of(cache)
+    source = _find(name, size, column, root)
+    key = store.key_of(source.files, {**source.settings, "size": source.size, "column": column}, root)
+    title = name if progress else None
+    entry = store.fetch(root, key, lambda: _checked(name, source.read()), size=source.size, progress=title)
+    if holdout > 0 and "test" not in entry.splits:
+        # A copy in the new order rather than a selection, so that both parts are memory maps too.
+        whole = entry
+        entry = store.fetch(root, store.key_of({}, {"of": key, "holdout": holdout}, root), lambda: _hold_out(whole, holdout))
+    splits = entry.splits
+    return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), source.mirror, entry.broken)
+
+
+def read_images(paths: Sequence[Path], channels: int, size: tuple[int, int]) -> Pixels:
+    """Single image files as uint8 [n, H, W, C], each resized to ``size`` (H, W) and made grey or RGB as ``channels`` says."""
+    from PIL import Image
+
+    if channels not in (1, 3):
+        raise BadInput(f"image files have 1 or 3 channels, but {channels} are wanted; give such images as an .npz")
+    images = np.empty((len(paths), *size, channels), dtype=np.uint8)
+    for row, path in enumerate(paths):
+        if not path.is_file():
+            raise BadInput(f"there is no image file {path}")
+        try:
+            pixels = store.decode(path, size)
+        except Exception as error:  # a damaged file makes Pillow's readers fail in any way at all
+            raise BadInput(f"{path} cannot be decoded as an image; is it a whole PNG, JPEG or WebP file?") from error
+        if pixels.shape[2] == 3 and channels == 1:
+            pixels = np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
+        images[row] = pixels  # a grey image spreads over three channels by broadcasting
+    return images
+
+
+def _find(name: str, size: int | None, column: str | None, root: Path) -> Source:
+    if name in ("digits", "digits-32"):
+        return _digits(32 if size is None and name == "digits-32" else size, column)
+    if name.startswith("hf:"):
+        return _parquet(_download(name, root), name, size, column)
+    path = Path(name).expanduser()
+    if not path.exists():
+        if re.search(r"[/\\.~]", name):
+            raise BadInput(f"{name} does not exist; name a folder, an .npz file, or one of the sources that `flyby data` lists")
+        raise unknown("data source", name, [row["form"] for row in catalogue()])
+    if path.is_file():
+        if path.suffix == ".npz":
+            return _npz(path, size, column)
+        if path.suffix == ".parquet":
+            return _parquet(path, name, size, column)
+        raise BadInput(f"{name} is a file of an unknown kind; give an .npz, a .parquet, or a folder")
+    if _parquet_files(path, name):
+        return _parquet(path, name, size, column)
+    return _tree(path, size, column)
+
+
+def _checked(name: str, contents: Contents) -> Contents:
+    """What must hold of every source before its images are decoded."""
+    names = contents.class_names
+    if not any(part.split == "train" and len(part.labels) for part in contents.parts):
+        raise BadInput(f"{name} holds no images to train on")
+    if len(names) < 2:
+        raise BadInput(f"{name} names only {len(names)} class; at least 2 are needed to tell apart")
+    if len(set(names)) < len(names):
+        raise BadInput(f"{name} gives two classes the same name; name each class once")
+    for part in contents.parts:
+        wrong = np.flatnonzero((part.labels < 0) | (part.labels >= len(names)))
+        if len(wrong):
+            row = int(wrong[0])
+            raise BadInput(
+                f"{name} has label {part.labels[row]} at {part.where(row)} ({part.split}), outside 0..{len(names) - 1}, "
+                f"the range of its {len(names)} class names"
+            )
+    return contents
+
+
+def _hold_out(entry: store.Entry, share: float) -> Contents:
+    """The same images with ``share`` of each class moved from train to test, drawn by the content's own digest; order is kept."""
+    train = entry.splits["train"]
+    draw = rng.legacy_numpy("holdout", train.digest)
+    chosen = np.zeros(len(train), dtype=bool)
+    for label in range(train.classes):
+        rows = np.flatnonzero(train.labels == label)
+        if len(rows) >= 2:
+            count = min(max(1, int(share * len(rows) + 0.5)), len(rows) - 1)
+            chosen[draw.permutation(rows)[:count]] = True
+    parts = []
+    for split, data, picked in (
+        ("train", train, np.flatnonzero(~chosen)),
+        *((name, data, np.arange(len(data))) for name, data in entry.splits.items() if name != "train"),
+        ("test", train, np.flatnonzero(chosen)),
+    ):
+        if len(picked):
+            groups = None if data.groups is None else [data.groups[row] for row in picked]
+            parts.append(Part(split, data.labels[picked], _array_blocks(data.images, picked), str, groups))
+    return Contents(parts, train.class_names, entry.broken)
+
+
+def _array_blocks(images: Pixels, rows: npt.NDArray[np.int64] | None = None) -> Callable[[], Iterator[Sequence[Item]]]:
+    def blocks() -> Iterator[Sequence[Item]]:
+        for start in range(0, len(images) if rows is None else len(rows), BLOCK):
+            stop = start + BLOCK
+            yield list(images[start:stop] if rows is None else images[rows[start:stop]])
+
+    return blocks
+
+
+# -- digits -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _digits(size: int | None, column: str | None) -> Source:
+    if column is not None:
+        raise BadInput(f"digits has no column {column!r}: it does not say who wrote which digit")
+
+    def read() -> Contents:
+        from sklearn.datasets import load_digits
+
+        data = load_digits()
+        images = np.round(data.images * (255 / 16)).astype(np.uint8)[:, :, :, None]
+        if size is not None:  # three channels, so that a network for photographs takes them
+            images = np.stack([np.repeat(store.decode(image, (size, size)), 3, axis=2) for image in images])
+        labels = data.target.astype(np.int64)
+        return Contents([Part("train", labels, _array_blocks(images), str)], [str(digit) for digit in range(10)])
+
+    return Source({}, {"kind": "digits"}, read, size, mirror=False)
+
+
+# -- npz --------------------------------------------------------------------------------------------------------------------------------
+
+
+def _npz(path: Path, size: int | None, column: str | None) -> Source:
+    def read() -> Contents:
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                arrays = {key: archive[key] for key in archive.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise BadInput(f"{path} is not a readable .npz of plain arrays ({error})") from error
+        if "images" in arrays:
+            keys = [("train", "images", "labels")]
+        else:
+            keys = [("train", "x_train", "y_train"), ("validation", "x_val", "y_val"), ("test", "x_test", "y_test")]
+        parts = []
+        for split, x, y in keys:
+            if x in arrays and y in arrays:
+                parts.append(_npz_part(path, split, x, arrays[x], y, arrays[y]))
+            elif split == "train" or x in arrays or y in arrays:
+                raise BadInput(f"{path} has the keys {', '.join(arrays) or '(none)'}; give images and labels, or x_train and y_train")
+        if column is not None:
+            groups = arrays.get(column)
+            if groups is None or groups.shape != parts[0].labels.shape:
+                raise BadInput(
+                    f"{path} has no array {column!r} with one value for each training image; add one (say, groups) or name no column"
+                )
+            parts[0] = Part(parts[0].split, parts[0].labels, parts[0].blocks, parts[0].where, [str(value) for value in groups.tolist()])
+        shapes = {
+            array.shape[3] if array.ndim == 4 else 1 for key, array in arrays.items() if key in ("images", "x_train", "x_val", "x_test")
+        }
+        if len(shapes) > 1:
+            raise BadInput(f"{path} has training and test images with different channel counts ({sorted(shapes)})")
+        names = arrays.get("class_names")
+        return Contents(parts, _numbered(parts) if names is None else [str(name) for name in names.ravel().tolist()])
+
+    return Source({path.name: path}, {"kind": "npz"}, read, size)
+
+
+def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, labels: npt.NDArray[Any]) -> Part:
+    if images.dtype != np.uint8:
+        raise BadInput(f"{x} in {path} is {images.dtype}; give uint8 pixels from 0 to 255")
+    if images.ndim not in (3, 4) or 0 in images.shape[1:]:
+        raise BadInput(f"{x} in {path} has the shape {list(images.shape)}; give [N, H, W] or [N, H, W, C]")
+    if images.ndim == 3:
+        images = images[:, :, :, None]
+    if images.shape[1] in (1, 3) and images.shape[3] > 4:
+        raise BadInput(f"{x} in {path} has its channels first ({list(images.shape)}); move them last with images.transpose(0, 2, 3, 1)")
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise BadInput(f"{y} in {path} is {labels.dtype}; give whole numbers from 0, one for each image")
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.shape != images.shape[:1]:
+        raise BadInput(f"{y} in {path} has the shape {list(labels.shape)} for {len(images)} images; give one label for each")
+    return Part(split, labels.astype(np.int64), _array_blocks(images), lambda row: f"{x}[{row}]")
+
+
+def _numbered(parts: Sequence[Part]) -> list[str]:
+    """Class names for a source that has none: the labels themselves."""
+    return [str(label) for label in range(max((int(part.labels.max(initial=-1)) for part in parts), default=-1) + 1)]
+
+
+# -- a folder of class folders ----------------------------------------------------------------------------------------------------------
+
+
+def _tree(root: Path, size: int | None, column: str | None) -> Source:
+    folders = _folders(root)
+    named = [folder for folder in folders if folder.name.lower() in SPLITS and _folders(folder)]
+    if any(folder.name.lower() == "train" for folder in named) or (named and len(named) == len(folders)):
+        splits = _as_splits({folder.name: folder for folder in named}, root)
+    else:
+        splits = {"train": root}
+    classes = sorted({folder.name for split in splits.values() for folder in _folders(split)})
+    if not classes:
+        what = "is empty" if not any(root.iterdir()) else "holds neither Parquet files nor class folders"
+        raise BadInput(f"the folder {root} {what}; give FOLDER/CLASS/*.png, or FOLDER/train-00000-of-00001.parquet")
+    if column is not None:
+        raise BadInput(f"the class folders in {root} have no column {column!r}; only Parquet and .npz sources have columns")
+    images = {
+        split: [(label, path) for label, name in enumerate(classes) for path in _image_files(top / name)] for split, top in splits.items()
+    }
+
+    def read() -> Contents:
+        if not images["train"]:
+            raise BadInput(f"the class folders in {splits['train']} hold no images (looked for {', '.join(sorted(IMAGE_FILES))})")
+        return Contents([_tree_part(root, split, images[split]) for split in ORDER if images.get(split)], classes)
+
+    listed = {path.relative_to(root).as_posix(): path for rows in images.values() for _, path in rows}
+    roles = {split: top.relative_to(root).as_posix() for split, top in splits.items()}
+    return Source(listed, {"kind": "folders", "classes": classes, "splits": roles}, read, size)
+
+
+def _tree_part(root: Path, split: str, rows: list[tuple[int, Path]]) -> Part:
+    paths = [path for _, path in rows]
+    labels = np.array([label for label, _ in rows], dtype=np.int64)
+    return Part(split, labels, lambda: iter([paths]), lambda row: paths[row].relative_to(root).as_posix())
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")) if folder.is_dir() else []
+
+
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_FILES and not path.name.startswith(".") and path.is_file()
+    )
+
+
+def _as_splits(found: Mapping[str, Held], name: str | Path) -> dict[str, Held]:
+    """The splits by their role; a source with a single split trains on it, whatever it is called."""
+    splits: dict[str, Held] = {}
+    for split, held in found.items():
+        role = SPLITS.get(split.lower())
+        if role in splits:
+            raise BadInput(f"{name} has two {role} splits ({', '.join(found)}); keep one of them")
+        if role is not None:
+            splits[role] = held
+    if "train" in splits:
+        return splits
+    if len(found) != 1:
+        raise BadInput(f"{name} has the splits {', '.join(found)} but none called train; rename the one to train on")
+    return {"train": next(iter(found.values()))}
+
+
+# -- Parquet ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Source:
+    shards = _shards(root, name)
+
+    def read() -> Contents:
+        parts, names = [], []
+        for role in ORDER:
+            if role in shards:
+                part, named = _parquet_part(name, role, shards[role], column)
+                parts.append(part)
+                names += named
+        if any(other != names[0] for other in names):
+            raise BadInput(f"the Parquet files of {name} disagree about the class names; write them all with the same features")
+        return Contents(parts, _numbered(parts) if not names else names[0])
+
+    return Source({f"{role}/{path.name}": path for role, paths in shards.items() for path in paths}, {"kind": "parquet"}, read, size)
+
+
+def _parquet_files(root: Path, name: str) -> list[Path]:
+    """The Parquet files of a dataset folder: in it, in its ``data``, in its folders named by split, or in its only other folder."""
+
+    def within(folder: Path) -> list[Path]:
+        return sorted(path for path in folder.glob("*.parquet") if not path.name.startswith("."))
+
+    if root.is_file():
+        return [root]
+    for folder in (root, root / "data"):
+        if within(folder):
+            return within(folder)
+    holders = [folder for folder in _folders(root) if within(folder)]
+    if len(holders) > 1 and any(folder.name.lower() not in SPLITS for folder in holders):
+        raise BadInput(f"{name} holds several Parquet datasets ({', '.join(folder.name for folder in holders)}); name one of them")
+    return [path for folder in holders for path in within(folder)]
+
+
+def _shards(root: Path, name: str) -> dict[str, list[Path]]:
+    """The Parquet files of each split, in order; a missing shard is an error rather than a smaller dataset."""
+    found: dict[str, list[Path]] = {}
+    numbers: dict[str, list[tuple[int, int]]] = {}
+    paths = _parquet_files(root, name)
+    if not paths:
+        raise BadInput(f"{name} holds no Parquet files")
+    for path in paths:
+        shard = SHARD.fullmatch(path.stem)
+        inside = path.parent.name.lower() in SPLITS and path.parent != root
+        split = path.parent.name if inside else shard[1] if shard else path.stem
+        found.setdefault(split, []).append(path)
+        if shard and not inside:
+            numbers.setdefault(split, []).append((int(shard[2]), int(shard[3])))
+    for split, seen in numbers.items():
+        if sorted(seen) != [(i, len(found[split])) for i in range(len(found[split]))]:
+            raise BadInput(
+                f"{name} has {len(found[split])} files of its {split} split where their names promise {seen[0][1]}; fetch them again"
+            )
+    return _as_splits(found, name)
+
+
+def _parquet_part(name: str, role: str, paths: Sequence[Path], column: str | None) -> tuple[Part, list[list[str]]]:
+    """One split's labels, groups and blocks of encoded images; and the class names of every shard that has them."""
+    import pyarrow.parquet as pq
+
+    labels: list[npt.NDArray[np.int64]] = []
+    groups: list[str] = []
+    images: list[str] = []
+    names: list[list[str]] = []
+    grouped = column is not None
+    for path in paths:
+        with _readable(path), pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            images.append(_image_column(schema, path))
+            label = _label_column(schema, path, column)
+            if column is not None and column not in schema.names:
+                if role == "train":
+                    raise BadInput(f"{path} has no column {column!r}; its columns are {', '.join(schema.names)}")
+                grouped = False
+            table = file.read(columns=[label, *([column] if column is not None and grouped else [])])
+            if table[label].null_count:
+                raise BadInput(f"{path} has {table[label].null_count} rows without a label; fill them in or leave the rows out")
+            labels.append(table[label].to_numpy().astype(np.int64))
+            if column is not None and grouped:
+                if table[column].null_count:
+                    raise BadInput(f"{path} has {table[column].null_count} rows without a {column!r}; fill them in or leave the rows out")
+                groups += [str(value) for value in table[column].to_pylist()]
+            names += _class_names(schema, label)
+    starts = np.cumsum([0, *(len(part) for part in labels)])
+
+    def blocks() -> Iterator[Sequence[Item]]:
+        for path, image in zip(paths, images, strict=True):
+            with _readable(path), pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(BLOCK, columns=[image]):
+                    values = batch.column(0)
+                    yield (values.field("bytes") if values.type.num_fields else values).to_pylist()
+
+    def where(row: int) -> str:
+        shard = int(np.searchsorted(starts, row, side="right")) - 1
+        return f"{paths[shard].name}:{row - int(starts[shard])}"
+
+    return Part(role, np.concatenate(labels), blocks, where, groups if grouped else None), names
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        raise BadInput(f"{path} is not a readable Parquet file ({str(error).splitlines()[0]})") from error
+
+
+def _image_column(schema: Any, path: Path) -> str:
+    import pyarrow.types as types
+
+    def holds_bytes(kind: Any) -> bool:
+        if types.is_struct(kind):
+            return kind.get_field_index("bytes") >= 0 and holds_bytes(kind.field("bytes").type)
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+    usable = [field.name for field in schema if holds_bytes(field.type)]
+    named = [name for name in IMAGE_COLUMNS if name in usable]
+    if not named and len(usable) != 1:
+        raise BadInput(
+            f"{path} has no image column: it needs one called image, of encoded bytes or a struct of bytes and path; "
+            f"its columns are {', '.join(schema.names)}"
+        )
+    return (named or usable)[0]
+
+
+def _label_column(schema: Any, path: Path, column: str | None) -> str:
+    import pyarrow.types as types
+
+    named = [name for name in LABEL_COLUMNS if name in schema.names]
+    whole = [field.name for field in schema if types.is_integer(field.type) and field.name != column]
+    if named and named[0] not in whole:
+        raise BadInput(f"the column {named[0]} of {path} holds {schema.field(named[0]).type}; labels must be whole numbers from 0")
+    if not named and len(whole) != 1:
+        raise BadInput(
+            f"{path} has no label column: it needs one called label, of whole numbers; its columns are {', '.join(schema.names)}"
+        )
+    return (named or whole)[0]
+
+
+def _class_names(schema: Any, label: str) -> list[list[str]]:
+    """The names that the ``datasets`` library wrote for the label column: a list of one list, or of none."""
+    try:
+        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
+    except (KeyError, TypeError, ValueError):
+        return []
+    return [[str(name) for name in names]] if isinstance(names, list) and names else []
+
+
+# -- the Hugging Face hub ---------------------------------------------------------------------------------------------------------------
+
+
+def _download(name: str, root: Path) -> Path:
+    """The folder in the cache with the Parquet files of ``hf:OWNER/NAME[/CONFIG]``; the hub's own cache resumes and works offline."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise BadInput(f"{name} needs the hub client; install it with: pip install 'flyby[hub]'") from None
+    words = name.removeprefix("hf:").split("/")
+    if not all(words) or len(words) > 3:
+        raise BadInput(f"{name} is not of the form hf:OWNER/NAME or hf:OWNER/NAME/CONFIG")
+    config = words[2] if len(words) == 3 else ""
+    try:
+        folder = snapshot_download(
+            repo_id="/".join(words[:2]),
+            repo_type="dataset",
+            allow_patterns=f"{config}/*.parquet" if config else "*.parquet",
+            cache_dir=str(store.writable(root) / "hub"),
+        )
+    except Exception as error:  # the client's errors come from several libraries, and all mean that the dataset is not here
+        raise BadInput(f"cannot fetch {name}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+    return Path(folder) / config

@@ -1,0 +1,89 @@
+"""One-shot FedAvg [McMahan et al., AISTATS 2017] and plain ensembles.
+
+FedAvg: theta = sum_k (n_k / N) theta_k, over parameters AND BatchNorm buffers; leaving the buffers out is why published one-shot
+FedAvg often reads like chance. Parcels are streamed: memory holds the sum and one parcel, however many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from flyby.data.dataset import Dataset
+from flyby.errors import BadInput
+from flyby.fusion.base import Fusion, FusionSettings, Inbox, weights_of
+from flyby.fusion.predictor import Ensemble, Predictor, Single
+
+
+class AverageSettings(FusionSettings):
+    weights: Literal["size", "uniform"] = "size"
+    recalibrate: bool = Field(False, description="re-estimate BatchNorm statistics on unlabelled proxy data")
+
+
+class FedAvg(Fusion):
+    """The sample-weighted mean of all weights and buffers."""
+
+    name = "fedavg"
+    paper = "McMahan et al., AISTATS 2017"
+    about = "sample-weighted mean of weights and BatchNorm buffers"
+    settings_type = AverageSettings
+    settings: AverageSettings
+
+    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+        parcels.same_spec("fedavg")
+        total: dict[str, Tensor] = {}
+        for share, item in zip(weights_of(parcels, self.settings.weights), parcels, strict=True):
+            for name, value in item.weights.items():
+                if not value.is_floating_point():  # counters such as num_batches_tracked: the largest
+                    total[name] = torch.maximum(total[name], value) if name in total else value.clone()
+                elif name in total:
+                    total[name].add_(value, alpha=share)
+                else:
+                    total[name] = value * share
+        spec = parcels.manifests[0].spec
+        network = spec.skeleton()
+        network.load_state_dict(total, assign=True)
+        if self.settings.recalibrate:
+            if proxy is None:
+                raise BadInput("fusion.recalibrate needs unlabelled images; give them with --proxy PATH")
+            recalibrate(network, [spec.prepare(torch.from_numpy(proxy.images[i : i + 256].copy())) for i in range(0, len(proxy), 256)])
+        return Single([spec], parcels.class_names, [network])
+
+
+@torch.no_grad()
+def recalibrate(network: nn.Module, batches: list[Tensor]) -> None:
+    """Set every BatchNorm's running statistics to the cumulative average over ``batches``."""
+    norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d)]
+    momenta = [m.momentum for m in norms]
+    for m in norms:
+        m.reset_running_stats()
+        m.momentum = None
+    network.train()
+    for x in batches:
+        network(x)
+    network.eval()
+    for m, momentum in zip(norms, momenta, strict=True):
+        m.momentum = momentum
+
+
+class EnsembleSettings(FusionSettings):
+    mean: Literal["logits", "probabilities"] = "probabilities"
+    weights: Literal["size", "uniform"] = "uniform"
+
+
+class EnsembleFusion(Fusion):
+    """All models kept; their outputs averaged."""
+
+    name = "ensemble"
+    about = "mean of all models' probabilities (or logits); architectures may differ"
+    heterogeneous = True
+    settings_type = EnsembleSettings
+    settings: EnsembleSettings
+
+    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+        networks = [item.network() for item in parcels]
+        specs = [m.spec for m in parcels.manifests]
+        return Ensemble(specs, parcels.class_names, networks, mean=self.settings.mean, weights=weights_of(parcels, self.settings.weights))

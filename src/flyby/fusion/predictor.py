@@ -1,0 +1,184 @@
+"""The noun ``Predictor``: what a fusion makes. It takes uint8 images ``[N, H, W, C]`` and gives scores ``[N, classes]``.
+
+A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``model.safetensors`` (its tensors), ``README.md``
+(a card for people) and, unless declined, ``model.pt2``, a program that plain PyTorch loads without flyby.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flyby.errors import BadInput, unknown
+from flyby.files import atomic_folder, read_json, write_bytes, write_json, write_text
+from flyby.models import ModelSpec, Network
+
+FORMAT = 1
+
+
+class Predictor(nn.Module):
+    """Base of all predictors. ``settings`` is the JSON that, with ``specs``, rebuilds an empty one of the same shape."""
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self, specs: Sequence[ModelSpec], class_names: Sequence[str], networks: Sequence[Network] | None = None, **settings: Any
+    ) -> None:
+        super().__init__()
+        self.specs, self.class_names, self.settings = tuple(specs), tuple(class_names), settings
+        self.networks = nn.ModuleList(networks if networks is not None else [spec.build() for spec in specs])
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.specs[0].size
+
+    @property
+    def channels(self) -> int:
+        return self.specs[0].channels
+
+    def members(self, images: Tensor) -> list[tuple[Network, Tensor]]:
+        """Each network with the images prepared as it wants them (sites may normalise differently)."""
+        return [(net, spec.prepare(images)) for net, spec in zip(self.networks, self.specs, strict=True)]  # type: ignore[misc]
+
+    def forward(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Single(Predictor):
+    """One network: what averaging, distillation or local training gives."""
+
+    kind = "single"
+
+    def forward(self, images: Tensor) -> Tensor:
+        ((network, x),) = self.members(images)
+        scores: Tensor = network(x)
+        return scores
+
+
+class Ensemble(Predictor):
+    """Weighted mean of the members' logits or probabilities; ``weights`` [K] sum to one. Returns log-scores."""
+
+    kind = "ensemble"
+
+    def __init__(
+        self,
+        specs: Sequence[ModelSpec],
+        class_names: Sequence[str],
+        networks: Sequence[Network] | None = None,
+        *,
+        mean: str = "probabilities",
+        weights: Sequence[float] = (),
+    ) -> None:
+        super().__init__(specs, class_names, networks, mean=mean)
+        if mean not in ("logits", "probabilities"):
+            raise unknown("ensemble mean", mean, ("logits", "probabilities"))
+        self.mean = mean
+        self.register_buffer("weights", torch.tensor(weights or [1 / len(self.specs)] * len(self.specs), dtype=torch.float32))
+
+    weights: Tensor
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = torch.stack([net(x).float() for net, x in self.members(images)])
+        outputs = outputs if self.mean == "logits" else outputs.softmax(-1)
+        scores = torch.einsum("k,knc->nc", self.weights, outputs)
+        return scores if self.mean == "logits" else scores.clamp_min(1e-12).log()
+
+
+PREDICTORS: dict[str, type[Predictor]] = {p.kind: p for p in (Single, Ensemble)}
+
+
+def save_predictor(predictor: Predictor, folder: Path | str, card: dict[str, Any] | None = None, *, export: bool = True) -> Path:
+    """Write the deployable folder, whole or not at all. ``card`` holds facts for people: method, sites, accuracy if known."""
+    from safetensors.torch import save
+
+    predictor = predictor.eval().cpu()
+    config = {
+        "format": FORMAT,
+        "kind": predictor.kind,
+        "specs": [spec.model_dump(mode="json") for spec in predictor.specs],
+        "class_names": list(predictor.class_names),
+        "settings": predictor.settings,
+        "card": card or {},
+    }
+    with atomic_folder(folder) as tmp:
+        write_json(tmp / "model.json", config)
+        write_bytes(tmp / "model.safetensors", save({name: t.contiguous() for name, t in predictor.state_dict().items()}))
+        if export:
+            export_program(predictor, tmp / "model.pt2")
+        write_text(tmp / "README.md", _card(config, export))
+    return Path(folder)
+
+
+def load_predictor(folder: Path | str) -> Predictor:
+    """Read a deployable folder (or a bare ``.parcel``, as the one network in it)."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    if folder.is_file():
+        from flyby import parcel
+
+        made = parcel.read(folder)
+        return Single([made.manifest.spec], made.manifest.class_names, [made.network()]).eval()
+    if not (folder / "model.json").exists() and (folder / "global" / "model.json").exists():
+        folder = folder / "global"  # a run folder was named
+    if not (folder / "model.json").exists():
+        raise BadInput(f"{folder} is not a model: it has no model.json (flyby fuse writes such a folder), and it is not a .parcel file")
+    config = read_json(folder / "model.json")
+    try:
+        kind = PREDICTORS.get(config["kind"])
+        if kind is None:
+            raise unknown("predictor kind", str(config["kind"]), PREDICTORS)
+        specs = [ModelSpec.from_dict(s) for s in config["specs"]]
+        predictor = kind(specs, config["class_names"], **config["settings"])
+        predictor.load_state_dict(load_file(folder / "model.safetensors"))
+    except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
+        raise BadInput(f"{folder} is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); fuse the parcels again") from None
+    return predictor.eval()
+
+
+def export_program(predictor: Predictor, path: Path) -> None:
+    """``model.pt2``: input uint8 [N, H, W, C] with any N, output scores [N, classes]; runs where flyby is not installed."""
+    import logging
+
+    logging.getLogger("torch.export").setLevel(logging.ERROR)
+    example = torch.zeros((2, *predictor.size, predictor.channels), dtype=torch.uint8)
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    with torch.no_grad():
+        program = torch.export.export(predictor, (example,), dynamic_shapes=({0: batch},), strict=False)
+    torch.export.save(program, path)
+
+
+def _card(config: dict[str, Any], export: bool) -> str:
+    names = sorted({s["name"] for s in config["specs"]})
+    height, width = config["specs"][0]["size"]
+    facts = "\n".join(f"- {key}: {value}" for key, value in config["card"].items())
+    plain = (
+        """
+Without flyby, in plain PyTorch:
+
+```python
+import torch
+model = torch.export.load("model.pt2").module()
+images = torch.zeros(1, {h}, {w}, {c}, dtype=torch.uint8)   # your images: uint8, N x H x W x C
+with torch.no_grad():
+    print(model(images).argmax(1))
+```
+""".format(h=height, w=width, c=config["specs"][0]["channels"])
+        if export
+        else ""
+    )
+    return f"""# A model fused by flyby
+
+{config["kind"]} of {len(config["specs"])} network(s) ({", ".join(names)}) for {len(config["class_names"])} classes; images {height}x{width}x{config["specs"][0]["channels"]}, uint8.
+{facts}
+
+```
+flyby evaluate . --data PATH
+flyby predict . IMAGE...
+```
+{plain}"""

@@ -1,0 +1,82 @@
+"""The registry of recipes: a method is an objective for the sites and a fusion for the server. The two axes are free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyby.errors import BadInput, unknown
+from flyby.fusion import FUSIONS, Fusion
+from flyby.objectives import OBJECTIVES, Objective
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named recipe. ``fusion`` None means that nothing is exchanged: every site keeps its own model."""
+
+    name: str
+    objective: str
+    fusion: str | None
+    about: str
+    paper: str = ""
+    objective_settings: dict[str, Any] = field(default_factory=dict)
+    fusion_settings: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method("local", "supervised", None, "every site keeps its own model; nothing is exchanged"),
+        Method(
+            "fedavg", "supervised", "fedavg", "cross-entropy at the sites, weighted mean of all weights", "McMahan et al., AISTATS 2017"
+        ),
+        Method("ensemble", "supervised", "ensemble", "cross-entropy at the sites, mean of their predictions"),
+    )
+}
+
+
+def method_named(name: str) -> Method:
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]
+
+
+def objective_named(name: str) -> type[Objective]:
+    if name not in OBJECTIVES:
+        raise unknown("objective", name, OBJECTIVES)
+    return OBJECTIVES[name]
+
+
+def fusion_named(name: str) -> type[Fusion]:
+    if name not in FUSIONS:
+        raise unknown("fusion", name, FUSIONS)
+    return FUSIONS[name]
+
+
+def check_pair(objective: type[Objective], fusion: type[Fusion]) -> None:
+    """Refuse, before any training, a server rule that asks for what the sites' objective does not send."""
+    missing = fusion.needs - objective.provides
+    if missing:
+        able = sorted(o.name for o in OBJECTIVES.values() if fusion.needs <= o.provides)
+        fits = sorted(f.name for f in FUSIONS.values() if f.needs <= objective.provides)
+        raise BadInput(
+            f"fusion {fusion.name!r} needs {', '.join(sorted(missing))}, which objective {objective.name!r} does not provide; "
+            f"objectives that do: {', '.join(able) or 'none'}; fusions that fit {objective.name!r}: {', '.join(fits)}"
+        )
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """What ``flyby methods`` shows: each recipe with what crosses the wire and what its two halves need and provide."""
+    rows = []
+    for m in METHODS.values():
+        objective = OBJECTIVES[m.objective]
+        fusion = FUSIONS[m.fusion] if m.fusion else None
+        rows.append(
+            {
+                "method": m.name, "objective": m.objective, "fusion": m.fusion, "about": m.about, "paper": m.paper,
+                "provides": sorted(objective.provides), "needs": sorted(fusion.needs) if fusion else [],
+                "exchanges": "one upload a site" if fusion else "nothing", "mixed_architectures": bool(fusion and fusion.heterogeneous),
+            }
+        )  # fmt: skip
+    return rows

@@ -1,0 +1,182 @@
+"""The noun ``ModelSpec``: an architecture's name and its arguments, enough to rebuild the network. Code never travels."""
+
+from __future__ import annotations
+
+import functools
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from torch import Tensor
+
+from flyby import rng
+from flyby.errors import BadInput, unknown
+from flyby.models.heads import HEADS
+from flyby.models.networks import ARCHITECTURES, Network
+
+MAX_WIDTH = 65_536
+DEFAULT_MEAN, DEFAULT_STD = 0.5, 0.25
+
+# JSON has no tuples; a list is the one stand-in a strict spec takes.
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Side = Annotated[int, Field(ge=1, le=4096)]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class ModelSpec(BaseModel):
+    """What a network is: architecture, classes, input, head and widths; strict, frozen, hashable, the same after a trip through JSON.
+
+    ``width`` multiplies every width of the architecture; ``widths`` then replaces single ones by name (see :meth:`layer_widths`), so
+    that a pruned network is a spec too. ``stem`` matters to the resnets and mobilenetv2 only. ``mean`` and ``std`` are per channel in
+    0..1 units, and constants on purpose, 0.5 and 0.25 where empty: sites share no statistics. ``logit_scale`` puts a learnable factor
+    on a prototype head's logits. Whatever is wrong is a :class:`BadInput` of one sentence.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str
+    classes: int = Field(ge=2, le=100_000)
+    channels: int = Field(default=3, ge=1, le=64)
+    size: Annotated[tuple[Side, Side], FromList]
+    head: str = "linear"
+    width: float = Field(default=1.0, gt=0, le=64)
+    stem: Literal["cifar", "imagenet"] = "cifar"
+    widths: dict[str, Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = {}
+    logit_scale: bool = False
+    # Bounded, so that a foreign spec cannot turn images into infinities.
+    mean: Annotated[tuple[Annotated[float, Field(ge=-100, le=100)], ...], FromList] = ()
+    std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=100)], ...], FromList] = ()
+
+    @field_validator("name")
+    @classmethod
+    def _known_name(cls, name: str) -> str:
+        if name not in ARCHITECTURES:
+            raise unknown("model", name, ARCHITECTURES)
+        return name
+
+    @field_validator("head")
+    @classmethod
+    def _known_head(cls, head: str) -> str:
+        if head not in HEADS:
+            raise unknown("head", head, HEADS)
+        return head
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_sentence(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)._checked()
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            path = ".".join(str(part) for part in first["loc"]) or "content"
+            if first["type"] == "extra_forbidden":
+                raise unknown("model spec key", path, cls.model_fields) from None
+            where = reprlib.repr(path)[1:-1]  # a foreign key may be long, or hold line breaks
+            if first["type"] == "missing":
+                raise BadInput(f"the model spec has no {path!r}; give it one") from None
+            raise BadInput(f"the model spec's {where} is {reprlib.repr(first['input'])}: {first['msg']}") from None
+
+    def _checked(self) -> Self:
+        architecture = ARCHITECTURES[self.name]
+        for key in self.widths:
+            if key not in architecture.widths:
+                raise unknown(f"width of {self.name}", key, architecture.widths)
+        widest, value = max(self.layer_widths().items(), key=lambda item: item[1])
+        if value > MAX_WIDTH:
+            raise BadInput(f"width {self.width:g} makes {widest!r} of {self.name} {value} wide; lower it so that none is over {MAX_WIDTH}")
+        if min(self.size) < architecture.smallest:
+            least = architecture.smallest
+            raise BadInput(
+                f"{self.name} cannot take images of {self.size[0]}x{self.size[1]}; the smallest that works is {least}x{least}, "
+                "so resize them or choose another model such as cnn-small"
+            )
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if values and len(values) != self.channels:
+                raise BadInput(f"the model spec's {key} has {len(values)} numbers for {self.channels} channels; give one for each, or none")
+        if self.logit_scale and not HEADS[self.head].takes_scale:
+            raise BadInput(f"logit_scale has no meaning for the {self.head} head; choose head 'prototype' or leave it out")
+        return self
+
+    def __hash__(self) -> int:
+        return hash(tuple(tuple(sorted(v.items())) if isinstance(v, dict) else v for v in self.__dict__.values()))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The spec in a JSON-like mapping, whose tuples may be lists; nothing else is coerced."""
+        return cls.model_validate(dict(data) if isinstance(data, Mapping) else data)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, checked like a new one (pydantic's ``model_copy`` does not check)."""
+        return type(self)(**{**dict(self), **changes})
+
+    def layer_widths(self) -> dict[str, int]:
+        """Every width that can be chosen on its own, by name, as this spec has it."""
+        defaults = ARCHITECTURES[self.name].widths
+        return {key: self.widths.get(key, max(1, round(default * self.width))) for key, default in defaults.items()}
+
+    def skeleton(self) -> Network:
+        """The network on the meta device: all names and shapes, no memory, no numbers."""
+        with torch.device("meta"):
+            return Network(self)
+
+    def build(self, generator: torch.Generator | None = None, device: torch.device | str = "cpu") -> Network:
+        """The network with every tensor drawn from the generator (None: a fixed one), where the generator lives, then moved to ``device``.
+
+        So one generator gives the same bytes on every device, and torch's global state is neither read nor changed.
+        """
+        generator = rng.generator("flyby", "default model") if generator is None else generator
+        network = self.skeleton().to_empty(device=generator.device)
+        network.initialise(generator)
+        return network.to(device)
+
+    def shapes(self) -> Shapes:
+        """Shape and dtype of each entry of the state dict."""
+        return dict(_outline(self)[0])
+
+    def parameter_count(self) -> int:
+        """How many learnable numbers the network has."""
+        return _outline(self)[1]
+
+    def statistics(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, in 0..1 units, as float32 ``[C]`` on a device; shared, so not to be changed."""
+        mean, std = self.mean or (DEFAULT_MEAN,) * self.channels, self.std or (DEFAULT_STD,) * self.channels
+        return _constant(mean, torch.device(device)), _constant(std, torch.device(device))
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Images ``uint8 [N, H, W, C]`` as networks want them: ``(x/255 - mean)/std``, float32 ``[N, C, H, W]``, channels-last memory."""
+        if images.dtype != torch.uint8 or images.ndim != 4:
+            raise BadInput(f"images must be uint8 [N, H, W, C]; got {images.dtype} {list(images.shape)}")
+        height, width, channels = images.shape[1:]
+        if (height, width, channels) != (*self.size, self.channels):
+            raise BadInput(
+                f"images are {height}x{width} with {channels} channels where the model {self.name} takes "
+                f"{self.size[0]}x{self.size[1]} with {self.channels}; convert them or make the spec for them"
+            )
+        mean, std = self.statistics(images.device)
+        # Normalised as [N, H, W, C] and only then permuted, so that even one channel keeps channels-last strides.
+        return images.contiguous().float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _outline(spec: ModelSpec) -> tuple[Shapes, int]:
+    network = spec.skeleton()
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in network.state_dict().items()}
+    return shapes, sum(math.prod(p.shape) for p in network.parameters())
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers kept on the device: copying them there for every batch would stall it."""
+    return torch.tensor(values, dtype=torch.float32, device=device)

@@ -1,0 +1,95 @@
+"""The seam ``Objective``: what a site minimises, and what it can say beside its weights.
+
+An objective is an ``nn.Module``: its buffers are its whole memory (so a checkpoint holds it exactly), its parameters, if it
+has any, are trained with the network's. ``train_site`` knows nothing more about it than this class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from flyby.data.site import Site
+from flyby.data.views import ViewSettings
+from flyby.models import ModelSpec, Network
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Augmented images ``[V*B, C, H, W]`` and the labels of all of them ``[V*B]`` (view v of sample i is row v*B + i)."""
+
+    images: Tensor
+    labels: Tensor
+    views: int
+
+
+@dataclass
+class Terms:
+    """What a loss is made of. ``total`` is what the optimiser sees; ``parts`` are logged, as epoch means, under their names."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+
+
+class ObjectiveSettings(BaseModel):
+    """Base of every objective's settings: strict, unknown keys refused, so that a typing error is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Objective(nn.Module):
+    """A local loss. Subclasses set the class variables and write ``loss``; the other hooks do nothing by default."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    provides: ClassVar[frozenset[str]] = frozenset({"weights", "class_counts"})
+    head: ClassVar[str] = "linear"
+    settings_type: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
+    batch: ClassVar[int] = 64
+    training: bool
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    @classmethod
+    def views(cls, size: tuple[int, int], mirror: bool) -> ViewSettings:
+        """The augmentation this loss is meant for, where the user has not chosen another."""
+        raise NotImplementedError
+
+    @classmethod
+    def defaults(cls, settings: ObjectiveSettings) -> dict[str, Any]:
+        """Training settings this objective is published with, where the user has not chosen others."""
+        return {}
+
+    @classmethod
+    def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
+        """The network this loss needs: the given architecture with the objective's head."""
+        return spec.replace(head=cls.head)
+
+    def prepare(self, model: Network, site: Site, seed: int) -> None:
+        """Called once, before the first epoch (and before a checkpoint is loaded): anchors, class masks, start values."""
+
+    def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
+        """The loss of one batch. ``progress`` in (0, 1] is the share of all epochs this one completes: a tensor, no host sync."""
+        raise NotImplementedError
+
+    def after_step(self, terms: Terms, progress: Tensor) -> None:
+        """Called after the optimiser's step; AURORA's sigma update lives here."""
+
+    def epoch_state(self, model: Network) -> dict[str, Tensor]:
+        """Scalars worth a line in metrics.jsonl at the end of an epoch (lambda, prototype norms)."""
+        return {}
+
+    def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What the parcel carries beside the weights: (tensors, small named facts)."""
+        return {}, {}
+
+
+def accuracy_of(logits: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        return (logits.detach().argmax(1) == labels).float().mean()

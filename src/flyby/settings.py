@@ -1,0 +1,42 @@
+"""From loose values to typed settings, with errors a person can act on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from flyby.errors import BadInput, unknown
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def build(kind: type[Model], values: Mapping[str, Any], where: str) -> Model:
+    """``kind(**values)``, or one sentence that names the setting, what was given and what would do."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise unknown(f"{where} setting", name, kind.model_fields) from None
+        raise BadInput(f"{where}.{name} = {first['input']!r} will not do: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """``key=value`` with the value read as YAML: numbers, true/false, null, [lists] and words."""
+    import yaml
+
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        raise BadInput(f"--set takes key=value, got {text!r}; for example --set train.lr=0.01")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise BadInput(f"--set {key}: the value {raw!r} cannot be read; quote it") from None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML reads 1e-3 as a word
+    return key.strip(), value

@@ -1,0 +1,256 @@
+"""A ``Run`` is a folder: config, split, parcels, metrics, result, report. Resume = skip what is already there.
+
+data -> split -> one parcel a site -> ledger -> fuse -> evaluate -> report, in this order and one way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flyby import __version__, parcel
+from flyby.data.dataset import DataBundle
+from flyby.data.site import Part, part_of, site_of
+from flyby.data.splits import Split, make_split
+from flyby.engines import DataSettings, Job, engine_named
+from flyby.errors import BadInput
+from flyby.evaluation import accuracy, own_accuracy, per_class, scores_of
+from flyby.files import file_digest, read_json, write_json, write_text
+from flyby.fusion import Inbox, Predictor, save_predictor
+from flyby.fusion.predictor import Single
+from flyby.ledger import Ledger
+from flyby.study.config import Plan, RunConfig, pick_device, plan
+from flyby.study.progress import Progress
+
+SERVER = "server"
+
+
+def run(
+    config: RunConfig,
+    out: Path,
+    *,
+    engine: str | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    command: str = "",
+    quiet: bool = False,
+    store: Path | None = None,
+) -> dict[str, Any]:
+    """Do one run in folder ``out`` and return its result. ``store`` is a folder of uploads shared between runs."""
+    with locked(out):
+        if _already(config, out, resume):
+            result: dict[str, Any] = read_json(out / "result.json")
+            return result
+        device = pick_device(device)
+        engine = engine or ("processes" if device == "cpu" and (os.cpu_count() or 1) > 1 else "inline")
+        engine_named(engine)
+        started = time.perf_counter()
+        bundle = config.data.load(progress=not quiet)
+        if bundle.broken and not quiet:
+            print(f"note: {len(bundle.broken)} broken image(s) skipped, e.g. {bundle.broken[0]}", file=sys.stderr)
+        todo = plan(config, bundle)
+        if bundle.test is None:
+            raise BadInput(f"{config.data.name} has no test images to judge by; set data.holdout above 0")
+        split = make_split(bundle.train, config.split, config.seed)
+        split.save(out / "split.json")
+        write_json(out / "config.json", {**config.model_dump(mode="json"), "resolved": todo.recipe.model_dump(mode="json")})
+        loaded = time.perf_counter()
+
+        jobs = uploads(todo, split, out, device, store)
+        missing = [job for job in jobs if not job.done()]
+        with Progress(f"training {config.method}", todo.recipe.train.epochs, len(missing), quiet) as bar:
+            engine_named(engine)(missing, bar.on_epoch)
+        rows = [line for job in jobs for line in job.rows_path.read_text().splitlines()]
+        write_text(out / "metrics.jsonl", "".join(line + "\n" for line in rows))
+        trained = time.perf_counter()
+
+        paths = collect(jobs, out)
+        ledger = Ledger()
+        for path in paths if todo.fusion else ():
+            ledger.record(parcel.read_manifest(path).sender, SERVER, path.stat().st_size, file_digest(path))
+        ledger.save(out / "ledger.json")
+        predictor = None
+        if todo.fusion:
+            predictor = todo.fusion.fuse(Inbox(paths), proxy=_proxy(config, bundle), seed=config.seed, device=device)
+            save_predictor(
+                predictor, out / "global", {"method": config.method, "fusion": todo.fusion.name, "sites": len(paths)}, export=False
+            )
+        fused = time.perf_counter()
+        judged = judge(predictor, paths, bundle, split, device, config.locals)
+        ended = time.perf_counter()
+        timings = {"load": loaded - started, "train": trained - loaded, "fuse": fused - trained, "evaluate": ended - fused}
+        result = {
+            **describe(config, todo, split, bundle), **judged,
+            "uploads": len(ledger.crossings), "bytes_up": ledger.bytes_up(SERVER), "bytes_down": ledger.bytes_down(SERVER),
+            "seconds": round(ended - started, 3), "timings": {k: round(v, 3) for k, v in timings.items()}, "engine": engine, "trained": len(missing),
+            "peak_memory_mb": round(peak_memory_mb(), 1), "seed": config.seed, "versions": versions(), "hardware": hardware(device), "command": command,
+        }  # fmt: skip
+        write_json(out / "result.json", result)
+        from flyby.study.report import write_report
+
+        write_report(out)
+        return result
+
+
+def _already(config: RunConfig, out: Path, resume: bool) -> bool:
+    """Whether ``out`` holds the finished run already; refuses a folder that holds another run, or anything else."""
+    if not (out / "config.json").exists():
+        strange = sorted(p.name for p in out.iterdir() if p.name not in (".lock", "split.json", "parcels") and not p.name.startswith("."))
+        if strange and not (out / "result.json").exists():
+            raise BadInput(f"{out} is not empty ({strange[0]!r} is in it) and is not a run; name a new folder with --out")
+        return False
+    old = {k: v for k, v in read_json(out / "config.json").items() if k != "resolved"}
+    if not resume:
+        raise BadInput(f"{out} already holds a run; add --resume to finish it, or name another folder with --out")
+    new = json.loads(config.model_dump_json())
+    if old != new:
+        changed = sorted(k for k in new if old.get(k) != new[k])
+        raise BadInput(f"{out} holds a run with other settings ({', '.join(changed)}); --resume needs the same command")
+    return (out / "result.json").exists()
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """One process a run folder: a second one is told so instead of mixing its files in."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = open(out / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise BadInput(f"cannot write to {out}: {error.strerror}; name another folder with --out") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BadInput(f"another flyby process is working in {out}; wait for it, or name another folder with --out") from None
+        yield
+    finally:
+        handle.close()
+
+
+def uploads(todo: Plan, split: Split, out: Path, device: str, store: Path | None) -> list[Job]:
+    """One job a site, in site order. Uploads of equal recipes over equal splits share one folder of the store."""
+    key = todo.recipe.key(split.hash)
+    folder = (store / key) if store else out / "parcels"
+    return [
+        Job(
+            site=name,
+            data=_absolute(todo.config.data),
+            split=(out / "split.json").resolve(),
+            recipe=todo.recipe,
+            device=device,
+            folder=folder.resolve(),
+            key=key,
+        )
+        for name in split.shares
+    ]
+
+
+def _absolute(data: DataSettings) -> DataSettings:
+    return data.model_copy(update={"name": str(Path(data.name).resolve())}) if Path(data.name).exists() else data
+
+
+def collect(jobs: list[Job], out: Path) -> list[Path]:
+    """The run's own parcels folder: hard links into the store where there is one, so that a run folder is always whole."""
+    paths = []
+    for job in jobs:
+        path = out / "parcels" / f"{job.site}.parcel"
+        if path.resolve() != job.parcel_path.resolve():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            try:
+                os.link(job.parcel_path, path)
+            except OSError:
+                shutil.copyfile(job.parcel_path, path)
+        paths.append(path)
+    return paths
+
+
+def _proxy(config: RunConfig, bundle: DataBundle) -> Any:
+    if config.proxy is None:
+        return None
+    proxy = DataSettings(name=config.proxy, size=bundle.train.size[0], holdout=0.0).load().train
+    if bundle.test is not None and proxy.digest in (bundle.test.digest,):
+        raise BadInput("the proxy set is the test set; test data may choose nothing")
+    return proxy
+
+
+def judge(
+    predictor: Predictor | None, paths: list[Path], bundle: DataBundle, split: Split, device: str, locals_too: bool
+) -> dict[str, Any]:
+    """Accuracies: on the common test set, per class, and per client on its own test data (or the common set weighted as its classes)."""
+    assert bundle.test is not None
+    test = part_of(bundle.test)
+    classes = bundle.test.classes
+    judged: dict[str, Any] = {}
+    common = _scored(predictor, test, classes, device) if predictor is not None else None
+    own: dict[str, float] = {}
+    alone: dict[str, float] = {}
+    each: list[list[float | None]] = []
+    for path, name in zip(paths, split.shares, strict=True):
+        mine = site_of(bundle, split, name).test if len(split.shares[name].test) else None
+        judge_of = predictor
+        scored = common
+        if predictor is None or locals_too:
+            made = parcel.read(path)
+            local = Single([made.manifest.spec], made.manifest.class_names, [made.network()])
+            alone_score = _scored(local, test, classes, device)
+            alone[name] = alone_score[0]
+            each.append(alone_score[1])
+            if predictor is None:
+                judge_of, scored = local, alone_score
+        assert judge_of is not None
+        assert scored is not None
+        own[name] = _scored(judge_of, mine, classes, device)[0] if mine is not None else own_accuracy(scored[1], split.counts[name])
+    if common is None:
+        by_class = [
+            sum(v for v in column if v is not None) / len(column) if column[0] is not None else None for column in zip(*each, strict=True)
+        ]
+        judged |= {"accuracy": sum(alone.values()) / len(alone)}
+    else:
+        by_class = common[1]
+        judged |= {"accuracy": common[0]}
+    judged |= {"per_client": own, "per_class": dict(zip(bundle.test.class_names, by_class, strict=True))}
+    return judged | ({"local_accuracy": alone} if alone else {})
+
+
+def _scored(predictor: Predictor, part: Part, classes: int, device: str) -> tuple[float, list[float | None]]:
+    scores = scores_of(predictor, part.images, device)
+    return accuracy(scores, part.labels), per_class(scores, part.labels, classes)
+
+
+def describe(config: RunConfig, todo: Plan, split: Split, bundle: DataBundle) -> dict[str, Any]:
+    recipe = todo.recipe
+    return {
+        "method": config.method, "objective": recipe.objective, "fusion": todo.fusion.name if todo.fusion else None, "model": recipe.spec.name,
+        "parameters": recipe.spec.parameter_count(), "data": bundle.name, "split": split.settings.name, "split_hash": split.hash,
+        "clients": len(split.shares), "alpha": split.settings.alpha, "epochs": recipe.train.epochs, "codec": recipe.codec,
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    import numpy
+
+    return {"flyby": __version__, "python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+
+
+def hardware(device: str) -> str:
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name()} ({os.cpu_count()} CPU cores)"
+    return f"{os.cpu_count()} CPU cores ({platform.machine()})"
+
+
+def peak_memory_mb() -> float:
+    """The largest resident size of this process and of any worker it waited for."""
+    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024

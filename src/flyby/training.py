@@ -1,0 +1,337 @@
+"""``train_site``: the one training loop. It knows nothing of any method: the objective brings the loss.
+
+Everything random asks for its generator by (seed, site, stage, epoch), so a resumed run needs only the weights, the optimiser,
+the objective's buffers and the epoch number to give the same bytes as one that was never interrupted. Inside an epoch nothing
+waits for the device. Batches all have one shape: the last one of an epoch is filled up from the epoch's own first samples, so a
+site smaller than a batch trains, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from flyby import __version__, parcel
+from flyby.checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from flyby.data.site import Part, Site
+from flyby.data.views import ViewSettings, augment
+from flyby.errors import BadInput, Diverged
+from flyby.models import ModelSpec, Network
+from flyby.objectives.base import Batch, Objective
+from flyby.rng import generator
+
+Row = dict[str, Any]
+CHECKPOINT_SECONDS = 5.0
+
+
+class TrainSettings(BaseModel):
+    """How to train. ``batch: null`` takes the objective's own batch, halved while a site would make fewer than four steps an epoch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(20, ge=1, le=100_000)
+    batch: int | None = Field(None, ge=1)
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(0.05, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(5e-4, ge=0)
+    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    milestones: tuple[float, ...] = (0.5, 0.75)
+    gamma: float = Field(0.1, gt=0, description="factor at each milestone of schedule: step")
+    clip: float | None = Field(None, gt=0, description="largest gradient norm")
+    patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    snapshots: int = Field(0, ge=0, description="keep the weights of every n-th epoch for offline study; never sent")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished site: what it will send, and what happened while it trained."""
+
+    parcel: parcel.Parcel
+    rows: list[Row]
+    seconds: float
+
+
+def train_site(
+    site: Site,
+    spec: ModelSpec,
+    objective: Objective,
+    settings: TrainSettings,
+    views: ViewSettings,
+    seed: int,
+    *,
+    method: str = "",
+    codec: str = "fp32",
+    device: torch.device | str = "cpu",
+    folder: Path | None = None,
+    on_epoch: Callable[[Row], None] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> Trained:
+    """Train ``spec`` on one site's data under ``objective`` and wrap the result as a Parcel.
+
+    The initial weights depend on the seed alone: all sites start from one point. With ``folder`` the state is checkpointed there
+    and a later call goes on from it.
+    """
+    device = torch.device(device)
+    _check(site, spec, settings)
+    model = spec.build(generator(seed, "shared", "init")).to(device)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    objective.to(device)
+    objective.prepare(model, site, seed)
+    optimizer = make_optimizer(model, objective, settings)
+    train, val = site.train.to(device), site.val.to(device)
+    batch = batch_size(settings, objective.batch, len(train))
+    mean, std = spec.statistics(device)
+    state = _Progress(folder / f"{site.id}.ckpt" if folder else None, model, optimizer, objective)
+    state.restore()
+
+    started, last_saved = time.perf_counter(), time.perf_counter()
+    with state:  # whatever ends the loop early, the state after the last whole epoch is saved
+        while state.epoch < settings.epochs and not state.stopped:
+            epoch = state.epoch + 1
+            tick = time.perf_counter()
+            lr = set_learning_rate(optimizer, settings, state.epoch)
+            progress = torch.full((), epoch / settings.epochs, device=device)
+            views_rng = generator(seed, site.id, "views", epoch, device=device)
+            model.train()
+            order = batches(len(train), batch, generator(seed, site.id, "order", epoch), device)
+            means = one_epoch(
+                model,
+                objective,
+                optimizer,
+                train,
+                order,
+                partial(augment, settings=views, mean=mean, std=std, rng=views_rng),
+                settings,
+                progress,
+                views.views,
+            )
+            row: Row = {"site": site.id, "epoch": epoch, **means, "lr": lr}
+            row |= {name: float(value) for name, value in objective.epoch_state(model).items()}
+            if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
+                bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+                raise Diverged(
+                    f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; the state after epoch {state.epoch} is kept. Lower train.lr, or set train.clip=1"
+                )
+            if len(val):
+                row |= evaluate_part(model, spec, val, settings, device)
+            row["samples_per_second"] = round(len(train) / (time.perf_counter() - tick), 1)
+            state.advance(row, settings.patience)
+            if folder and settings.snapshots and epoch % settings.snapshots == 0:
+                save_checkpoint(
+                    folder / "snapshots" / f"{site.id}-{epoch:05d}.safetensors",
+                    dict(model.state_dict()),
+                    {"epoch": epoch, "spec": spec.model_dump(mode="json")},
+                )
+            if time.perf_counter() - last_saved > CHECKPOINT_SECONDS:
+                state.save()
+                last_saved = time.perf_counter()
+            if on_epoch:
+                on_epoch(row)
+
+    state.use_best()
+    model.eval()
+    extras, meta = objective.extras(model, site, seed)
+    made = parcel.make(
+        sender=site.id,
+        method=method or objective.name,
+        spec=spec,
+        class_names=site.class_names,
+        weights={name: t.detach().cpu() for name, t in model.state_dict().items()},
+        samples=len(site.train),
+        counts=site.counts,
+        extras={name: t.detach().cpu() for name, t in extras.items()},
+        codec=codec,
+        meta={"epochs": state.epoch, "best_epoch": state.best_epoch or state.epoch, **meta},
+        provenance={
+            "objective": {"name": objective.name, **objective.settings.model_dump(mode="json")},
+            "train": {**settings.model_dump(mode="json"), "batch": batch},
+            "views": views.model_dump(mode="json"),
+            "seed": seed,
+            "versions": {"flyby": __version__, "torch": torch.__version__.split("+")[0]},
+            **(provenance or {}),
+        },
+    )
+    return Trained(made, state.rows, time.perf_counter() - started)
+
+
+def one_epoch(
+    model: Network,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    train: Part,
+    order: Iterator[Tensor],
+    view: Callable[[Tensor], Tensor],
+    settings: TrainSettings,
+    progress: Tensor,
+    views: int,
+) -> dict[str, float]:
+    """The hot loop: one pass over the data. Returns the mean of every loss term, read from the device once, at the end."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    totals, names, steps = torch.zeros(()), ["loss"], 0
+    for rows in order:
+        batch = Batch(view(train.images[rows]), train.labels[rows].repeat(views), views)
+        with autocast(settings, progress.device):
+            terms = objective.loss(model, batch, progress)
+        optimizer.zero_grad(set_to_none=True)
+        terms.total.backward()  # type: ignore[no-untyped-call]
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(trainable, settings.clip)
+        optimizer.step()
+        objective.after_step(terms, progress)
+        values = torch.stack([terms.total.detach().float(), *(p.detach().float() for p in terms.parts.values())])
+        totals = values if steps == 0 else totals.add_(values)
+        names, steps = ["loss", *terms.parts], steps + 1
+    return dict(zip(names, (totals / steps).tolist(), strict=True))
+
+
+def _check(site: Site, spec: ModelSpec, settings: TrainSettings) -> None:
+    if len(site.train) == 0:
+        raise BadInput(f"{site.id} has no training images")
+    if settings.patience is not None and len(site.val) == 0:
+        raise BadInput(f"train.patience needs validation data, and {site.id} has none; hold some out with --set split.val=0.1")
+    if spec.size != site.size or spec.channels != site.channels or spec.classes != len(site.class_names):
+        raise BadInput(
+            f"{spec.name} for {spec.classes} classes of {spec.size}x{spec.channels} images does not fit {site.id}: {len(site.class_names)} classes of {site.size}x{site.channels}"
+        )
+
+
+def batch_size(settings: TrainSettings, preferred: int, samples: int) -> int:
+    """The batch asked for, or the objective's own, halved (to 16 at the least) while a site would make fewer than four steps an epoch."""
+    if settings.batch is not None:
+        return settings.batch
+    batch = preferred
+    while batch > 16 and samples < 4 * batch:
+        batch //= 2
+    return batch
+
+
+def batches(samples: int, batch: int, rng: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+    """Rows of one epoch, all of one length: a fresh permutation, its beginning repeated to fill the last batch (2 rows at the least, for BatchNorm)."""
+    batch = max(2, min(batch, samples))
+    steps = math.ceil(samples / batch)
+    order = torch.randperm(samples, generator=rng)
+    order = order[torch.arange(steps * batch) % samples].view(steps, batch).to(device)
+    yield from order.unbind(0)
+
+
+def autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
+    if settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda"):
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """Weight decay acts on matrices and filters only: biases, BatchNorm, prototypes' scales and an objective's own parameters are spared."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    spared = [p for p in model.parameters() if p.requires_grad and p.ndim < 2] + [p for p in objective.parameters() if p.requires_grad]
+    groups = [{"params": g, "weight_decay": d} for g, d in ((decayed, settings.weight_decay), (spared, 0.0)) if g]
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(groups, lr=settings.lr, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, settings: TrainSettings, epoch: int) -> float:
+    """The learning rate of the epoch that follows ``epoch`` finished ones."""
+    done = epoch / settings.epochs
+    factor = 1.0
+    if settings.schedule == "cosine":
+        factor = 0.5 * (1 + math.cos(math.pi * done))
+    elif settings.schedule == "step":
+        factor = settings.gamma ** sum(done >= m for m in settings.milestones)
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr * factor
+    return settings.lr * factor
+
+
+@torch.no_grad()
+def evaluate_part(model: Network, spec: ModelSpec, part: Part, settings: TrainSettings, device: torch.device) -> Row:
+    """Mean cross-entropy and accuracy on a part of a site's own data."""
+    model.eval()
+    loss, right = torch.zeros((), device=device), torch.zeros((), device=device)
+    for images, labels in zip(torch.split(part.images, 512), torch.split(part.labels, 512), strict=True):
+        with autocast(settings, device):
+            logits = model(spec.prepare(images)).float()
+        loss += F.cross_entropy(logits, labels, reduction="sum")
+        right += (logits.argmax(1) == labels).sum()
+    return {"val_loss": float(loss) / len(part), "val_accuracy": float(right) / len(part)}
+
+
+class _Progress:
+    """Where training stands: epoch, history, the best weights so far. Saved and restored as one checkpoint."""
+
+    def __init__(self, path: Path | None, model: Network, optimizer: torch.optim.Optimizer, objective: Objective) -> None:
+        self.path, self.model, self.optimizer, self.objective = path, model, optimizer, objective
+        self.epoch, self.rows, self.stopped = 0, [], False
+        self.best_loss, self.best_epoch, self.best, self.good = math.inf, 0, {}, {}
+
+    epoch: int
+    rows: list[Row]
+    best: dict[str, Tensor]
+    good: dict[str, Tensor]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.save()
+
+    def advance(self, row: Row, patience: int | None) -> None:
+        self.epoch = int(row["epoch"])
+        self.rows.append(row)
+        self.good = self._tensors()
+        if patience is not None:
+            if row["val_loss"] < self.best_loss:
+                self.best_loss, self.best_epoch = row["val_loss"], self.epoch
+                self.best = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
+            self.stopped = self.epoch - self.best_epoch >= patience
+
+    def use_best(self) -> None:
+        if self.best:
+            self.model.load_state_dict(self.best)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        groups = {
+            "model": self.model.state_dict(),
+            "objective": self.objective.state_dict(),
+            "optimizer": optimizer_tensors(self.optimizer),
+        }
+        return {f"{group}/{name}": t.detach().clone() for group, entries in groups.items() for name, t in entries.items()}
+
+    def save(self) -> None:
+        """Write the state after the last whole epoch, which is a good one: a diverged epoch never gets here."""
+        if self.path is None or not self.good:
+            return
+        tensors = self.good | {f"best/{name}": t for name, t in self.best.items()}
+        state = {"epoch": self.epoch, "rows": self.rows, "stopped": self.stopped, "best_epoch": self.best_epoch}
+        save_checkpoint(self.path, tensors, state | ({"best_loss": self.best_loss} if self.best else {}))
+
+    def restore(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        tensors, state = load_checkpoint(self.path)
+        device = next(self.model.parameters()).device
+        groups: dict[str, dict[str, Tensor]] = {"model": {}, "objective": {}, "optimizer": {}, "best": {}}
+        for name, t in tensors.items():
+            group, _, rest = name.partition("/")
+            groups[group][rest] = t.to(device)
+        self.model.load_state_dict(groups["model"])
+        self.objective.load_state_dict(groups["objective"])
+        restore_optimizer(self.optimizer, groups["optimizer"])
+        self.best, self.good = groups["best"], self._tensors()
+        self.epoch, self.rows, self.stopped, self.best_epoch = state["epoch"], state["rows"], state["stopped"], state["best_epoch"]
+        self.best_loss = state.get("best_loss", math.inf)
