@@ -59,7 +59,10 @@ def make_parquet(
     for shard, rows in enumerate(np.array_split(np.arange(len(data)), shards)):
         stored: list[Any] = [data[i] if raw else {"bytes": data[i], "path": f"{i}.png"} for i in rows]
         kind_of = pa.binary() if raw else pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-        table = {image_column: pa.array(stored, kind_of), label_column: pa.array([labels[i] for i in rows])}
+        table = {
+            image_column: pa.array(stored, kind_of),
+            label_column: pa.array([labels[i] for i in rows], None if len(rows) else pa.int64()),
+        }
         table |= {name: pa.array([values[i] for i in rows]) for name, values in (columns or {}).items()}
         paths.append(folder / file.format(split=split, shard=shard, shards=shards))
         pq.write_table(pa.table(table).replace_schema_metadata(metadata), paths[-1])
@@ -67,7 +70,12 @@ def make_parquet(
 
 
 def make_tree(
-    root: Path, images: Sequence[Pixels | bytes] | Pixels, labels: Sequence[int] | npt.NDArray[Any], names: Sequence[str] = NAMES, *, kind: str = "PNG"
+    root: Path,
+    images: Sequence[Pixels | bytes] | Pixels,
+    labels: Sequence[int] | npt.NDArray[Any],
+    names: Sequence[str] = NAMES,
+    *,
+    kind: str = "PNG",
 ) -> Path:
     """A folder of class folders, one (possibly empty) for every name; files are numbered in the order given."""
     for name in names:

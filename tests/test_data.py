@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers_data import NAMES, encode, make_images, make_npz, make_parquet, make_tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,6 +21,7 @@ from flyby.data import cache as store
 from flyby.data import sources
 from flyby.data.dataset import DataBundle
 from flyby.errors import BadInput
+from helpers_data import NAMES, encode, make_images, make_npz, make_parquet, make_tree
 
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1])
 REAL = Path(os.environ.get("FLYBY_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
@@ -558,6 +558,14 @@ def test_racing_processes_agree(home: Path, tmp_path: Path, monkeypatch: pytest.
     make_parquet(home, "train", make_images(300), np.arange(300) % 3)
     if not locks:
         monkeypatch.setitem(sys.modules, "fcntl", None)
+    log, real = tmp_path / "log", store._write
+
+    def logged(*options: Any) -> None:
+        with log.open("a") as file:
+            file.write("x")
+        real(*options)
+
+    monkeypatch.setattr(store, "_write", logged)
     context = multiprocessing.get_context("fork")
     gate, answers = context.Barrier(4), context.Queue()
     workers = [context.Process(target=_race, args=(str(home), str(tmp_path / "shared"), gate, answers)) for _ in range(4)]
@@ -571,6 +579,8 @@ def test_racing_processes_agree(home: Path, tmp_path: Path, monkeypatch: pytest.
     entries = tmp_path / "shared" / "decoded"
     assert len(list(entries.glob("[!.]*"))) == 2, "the whole and the held-out entry, each once"
     assert not list(entries.glob(".*.part"))
+    if locks:
+        assert log.read_text() == "xx", "whoever waits for the lock does not decode again"
 
 
 def test_an_unwritable_cache_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -702,6 +712,28 @@ def test_bad_parquet_columns(home: Path) -> None:
     make_parquet(home / "g", "train", images, [0, 1, 2])
     make_parquet(home / "g", "test", images, [0, 1, 2], ("dog", "cat", "owl"))
     assert "disagree about the class names" in rejected(home / "g")
+
+
+def test_identifiers_are_not_classes(home: Path) -> None:
+    make_parquet(home, "train", make_images(2), [5, 10**12], None)
+    assert "looks like an identifier" in rejected(home)
+
+
+def test_an_empty_test_split_is_none(home: Path) -> None:
+    make_parquet(home, "train", make_images(8), LABELS)
+    make_parquet(home, "test", [], np.zeros(0, np.int64))
+    assert sources.load(str(home)).test is None
+    held = sources.load(str(home), holdout=0.3).test
+    assert held is not None
+    assert len(held) == 3
+
+
+def test_a_folder_that_may_not_be_listed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(sources, "_folders", denied)
+    assert "Permission denied" in rejected(home)
 
 
 def test_parquet_without_images(home: Path) -> None:

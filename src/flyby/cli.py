@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flyby.data.dataset import Dataset
 
 app = typer.Typer(
-    name="flyby", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    name="flyby", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="One-shot federated learning: every participant's model crosses the wire exactly once.",
 )  # fmt: skip
 
@@ -37,10 +37,9 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
-    except KeyboardInterrupt:
-        _fail("interrupted; the same command with --resume goes on from here", 130)
-    except typer.Abort:
-        _fail("interrupted; the same command with --resume goes on from here", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        goes_on = {"run": "; the same command with --resume goes on from here", "train": "; the same command goes on from here"}
+        _fail(f"interrupted{goes_on.get(sys.argv[1] if len(sys.argv) > 1 else '', '')}", 130)
     except FlybyError as error:
         _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -61,10 +60,12 @@ def _say(value: Any, as_json: bool, text: str) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def _top(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
     if version:
         print(f"flyby {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()

@@ -27,6 +27,8 @@ def check_fit(predictor: Predictor, data: Dataset) -> None:
         )
     if len(predictor.class_names) != data.classes:
         raise BadInput(f"the model knows {len(predictor.class_names)} classes, the data has {data.classes}")
+    if predictor.class_names != data.class_names and sorted(predictor.class_names) == sorted(data.class_names):
+        raise BadInput("the model and the data number the same classes differently, so every score would be misread; order them alike")
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

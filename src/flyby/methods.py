@@ -24,6 +24,9 @@ class Method:
     train: dict[str, Any] = field(default_factory=dict)
 
 
+FAFI = "FAFI: Zeng et al., ICML 2025"
+COUNTED = {"prototypes": "counts"}
+
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
@@ -32,6 +35,22 @@ METHODS: dict[str, Method] = {
             "fedavg", "supervised", "fedavg", "cross-entropy at the sites, weighted mean of all weights", "McMahan et al., AISTATS 2017"
         ),
         Method("ensemble", "supervised", "ensemble", "cross-entropy at the sites, mean of their predictions"),
+        Method("fafi", "salt", "iffi", "SALT at the sites, fused features and prototypes at the server", FAFI),
+        Method("fafi-anneal", "aurora", "iffi", "FAFI with a shared anchor and lambda 18 -> 0 by hand", FAFI, {"weighting": "linear"}),
+        Method("aurora", "aurora", "iffi", "SALT plus an anchor whose strength each site learns", "AURORA", fusion_settings=COUNTED),
+        Method(
+            "aurora-no-stability", "aurora", "iffi", "AURORA without the bound on lambda", "AURORA", {"weighting": "meta-anneal"}, COUNTED
+        ),
+        Method(
+            "aurora-no-decouple",
+            "aurora",
+            "iffi",
+            "AURORA with plain, coupled uncertainty weighting",
+            "AURORA",
+            {"weighting": "kendall"},
+            COUNTED,
+        ),
+        Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", "FedETF: Li et al., ICCV 2023"),
     )
 }
 

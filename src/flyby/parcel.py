@@ -109,15 +109,15 @@ class TensorInfo(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-Scalar = str | int | float | bool | None
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Label = Annotated[str, Field(pattern=r"^[^\p{Cc}]{1,256}$")]
 ExtraName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
 
 class Manifest(BaseModel):
-    """What a parcel says about itself. ``meta`` holds small named facts that a fusion rule may need; ``provenance`` says how the model was
-    trained. Neither holds times, hosts or paths: the same training gives the same bytes. ``counts`` is None where they are not shared."""
+    """What a parcel says about itself. ``meta`` holds small named facts that a fusion rule may need, scalars or lists of them;
+    ``provenance`` says how the model was trained. Neither holds times, hosts or paths: the same training gives the same bytes. ``counts`` is
+    None where they are not shared."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     schema_version: Literal[1] = 1
@@ -130,7 +130,7 @@ class Manifest(BaseModel):
     codec: Label = "fp32"
     extras: tuple[ExtraName, ...] = ()
     tensors: dict[str, TensorInfo]
-    meta: dict[str, Scalar | list[Scalar]] = {}
+    meta: dict[str, JsonValue] = {}
     provenance: dict[str, JsonValue] = {}
 
     @model_validator(mode="after")
@@ -143,6 +143,9 @@ class Manifest(BaseModel):
             raise ValueError(f"the class counts add up to {sum(self.counts)}, not to the {self.samples} samples")
         if list(self.extras) != sorted(set(self.extras)):
             raise ValueError("the names of the extras must be sorted and different")
+        for name, fact in self.meta.items():  # here and not in the type: pydantic would collect a complaint for each of many bad values
+            if any(isinstance(value, dict | list) for value in (fact if isinstance(fact, list) else [fact])):
+                raise ValueError(f"meta.{name} must be a scalar or a list of scalars; larger things belong in extras or provenance")
         return self
 
     def to_bytes(self) -> bytes:

@@ -16,13 +16,14 @@ Model = TypeVar("Model", bound=BaseModel)
 def build(kind: type[Model], values: Mapping[str, Any], where: str) -> Model:
     """``kind(**values)``, or one sentence that names the setting, what was given and what would do."""
     try:
-        return kind(**values)
+        return kind.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             raise unknown(f"{where} setting", name, kind.model_fields) from None
-        raise BadInput(f"{where}.{name} = {first['input']!r} will not do: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        raise BadInput(f"{where}.{name} = {first['input']!r} will not do: {reason[0].lower()}{reason[1:]}") from None
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -36,7 +37,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         value = yaml.safe_load(raw)
     except yaml.YAMLError:
         raise BadInput(f"--set {key}: the value {raw!r} cannot be read; quote it") from None
-    if isinstance(value, str):
+    if isinstance(value, str) and value == raw.strip():  # what was quoted stays a word
         with contextlib.suppress(ValueError):
             value = float(value)  # YAML reads 1e-3 as a word
     return key.strip(), value

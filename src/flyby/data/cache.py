@@ -133,8 +133,10 @@ def fetch(root: Path, key: str, read: Callable[[], Contents], *, size: int | Non
             try:
                 with files.atomic_folder(folder) as tmp:
                     _write(tmp, contents, size, progress)
+                    if _open(folder) is not None:
+                        raise FileExistsError("built meanwhile")
             except OSError as error:
-                # Without locks (they are advisory, and not on every system) two may finish at once: the first one's entry serves both.
+                # Not every system has the lock: two may then build at once, and the entry of whoever is first serves both.
                 entry = _open(folder)
                 if entry is None:
                     raise BadInput(
@@ -258,7 +260,7 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
     labels: list[npt.NDArray[np.int64]] = []
     splits: dict[str, Any] = {}
     new_broken = 0
-    with files.atomic_open(folder / "images.npy") as file, _bar(total, progress) as advance:
+    with (folder / "images.npy").open("wb") as file, _bar(total, progress) as advance:
         writer = _Writer(file, channels)
         for part in contents.parts:
             start, kept = writer.count, []
@@ -284,8 +286,9 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
             raise _too_broken(broken[-new_broken:], total)
         file.seek(0)
         file.write(writer.header())
-    with files.atomic_open(folder / "labels.npy") as file:
-        np.save(file, np.concatenate(labels), allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    np.save(folder / "labels.npy", np.concatenate(labels), allow_pickle=False)
     sizes = {name: (folder / name).stat().st_size for name in ("images.npy", "labels.npy")}
     files.write_json(folder / "entry.json", {"bytes": sizes, "splits": splits, "class_names": list(contents.class_names), "broken": broken})
 

@@ -7,7 +7,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
 SHARD = re.compile(r"(.+?)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?")
+MOST_CLASSES = 100_000
 BLOCK = 1024  # rows of a Parquet file held in memory at a time
 
 
@@ -79,15 +80,18 @@ def load(
     if not 0.0 <= holdout < 1.0:
         raise BadInput(f"data.holdout is the share of images kept for testing and must be at least 0 and below 1, not {holdout}")
     root = store.root_of(cache)
-    source = _find(name, size, column, root)
+    try:
+        source = _find(name, size, column, root)
+    except OSError as error:
+        raise BadInput(f"cannot read {name}: {error.strerror or error}") from error
     key = store.key_of(source.files, {**source.settings, "size": source.size, "column": column}, root)
     title = name if progress else None
     entry = store.fetch(root, key, lambda: _checked(name, source.read()), size=source.size, progress=title)
-    if holdout > 0 and "test" not in entry.splits:
+    if holdout > 0 and not len(entry.splits.get("test", ())):
         # A copy in the new order rather than a selection, so that both parts are memory maps too.
         whole = entry
         entry = store.fetch(root, store.key_of({}, {"of": key, "holdout": holdout}, root), lambda: _hold_out(whole, holdout))
-    splits = entry.splits
+    splits = {split: data for split, data in entry.splits.items() if len(data)}
     return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), source.mirror, entry.broken)
 
 
@@ -165,7 +169,7 @@ def _hold_out(entry: store.Entry, share: float) -> Contents:
     parts = []
     for split, data, picked in (
         ("train", train, np.flatnonzero(~chosen)),
-        *((name, data, np.arange(len(data))) for name, data in entry.splits.items() if name != "train"),
+        *((name, data, np.arange(len(data))) for name, data in entry.splits.items() if name == "validation"),
         ("test", train, np.flatnonzero(chosen)),
     ):
         if len(picked):
@@ -229,16 +233,14 @@ def _npz(path: Path, size: int | None, column: str | None) -> Source:
                 raise BadInput(
                     f"{path} has no array {column!r} with one value for each training image; add one (say, groups) or name no column"
                 )
-            parts[0] = Part(parts[0].split, parts[0].labels, parts[0].blocks, parts[0].where, [str(value) for value in groups.tolist()])
-        shapes = {
-            array.shape[3] if array.ndim == 4 else 1 for key, array in arrays.items() if key in ("images", "x_train", "x_val", "x_test")
-        }
-        if len(shapes) > 1:
-            raise BadInput(f"{path} has training and test images with different channel counts ({sorted(shapes)})")
+            parts[0] = replace(parts[0], groups=[str(value) for value in groups.tolist()])
+        depths = {arrays[x].shape[3] if arrays[x].ndim == 4 else 1 for _, x, _ in keys if x in arrays}
+        if len(depths) > 1:
+            raise BadInput(f"{path} has training and test images with different channel counts ({sorted(depths)})")
         names = arrays.get("class_names")
         return Contents(parts, _numbered(parts) if names is None else [str(name) for name in names.ravel().tolist()])
 
-    return Source({path.name: path}, {"kind": "npz"}, read, size)
+    return Source({"npz": path}, {"kind": "npz"}, read, size)
 
 
 def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, labels: npt.NDArray[Any]) -> Part:
@@ -261,7 +263,10 @@ def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, 
 
 def _numbered(parts: Sequence[Part]) -> list[str]:
     """Class names for a source that has none: the labels themselves."""
-    return [str(label) for label in range(max((int(part.labels.max(initial=-1)) for part in parts), default=-1) + 1)]
+    count = max(int(part.labels.max(initial=-1)) for part in parts) + 1
+    if count > MOST_CLASSES:
+        raise BadInput(f"label {count - 1} looks like an identifier rather than a class; number the classes from 0 or give their names")
+    return [str(label) for label in range(count)]
 
 
 # -- a folder of class folders ----------------------------------------------------------------------------------------------------------
@@ -280,9 +285,7 @@ def _tree(root: Path, size: int | None, column: str | None) -> Source:
         raise BadInput(f"the folder {root} {what}; give FOLDER/CLASS/*.png, or FOLDER/train-00000-of-00001.parquet")
     if column is not None:
         raise BadInput(f"the class folders in {root} have no column {column!r}; only Parquet and .npz sources have columns")
-    images = {
-        split: [(label, path) for label, name in enumerate(classes) for path in _image_files(top / name)] for split, top in splits.items()
-    }
+    images = {split: [(i, path) for i, name in enumerate(classes) for path in _image_files(top / name)] for split, top in splits.items()}
 
     def read() -> Contents:
         if not images["train"]:
@@ -305,9 +308,8 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _image_files(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_FILES and not path.name.startswith(".") and path.is_file()
-    )
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_FILES and not path.name.startswith("."))
+    return sorted(path for path in found if path.is_file())
 
 
 def _as_splits(found: Mapping[str, Held], name: str | Path) -> dict[str, Held]:

@@ -7,6 +7,7 @@ of a split travel with every result. All draws come from numpy's frozen ``Random
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Split:
-    """Shares by site name, with the settings that made them and a hash over both and over the data."""
+    """Shares by site name, with the settings that made them. ``hash`` names who holds what of which data, however it was made;
+    the file also has a seal over all it says."""
 
     settings: SplitSettings
     seed: int
@@ -69,10 +71,11 @@ class Split:
 
     def to_json(self) -> dict[str, Any]:
         sites = {name: {"train": s.train.tolist(), "val": s.val.tolist(), "test": s.test.tolist()} for name, s in self.shares.items()}
-        return {
+        content = {
             "name": self.settings.name, "hash": self.hash, "seed": self.seed, "data": self.data_digest,
             "settings": self.settings.model_dump(mode="json"), "class_names": list(self.class_names), "counts": self.counts, "sites": sites,
         }  # fmt: skip
+        return content | {"seal": digest(content)}
 
     def save(self, path: Path) -> None:
         import json
@@ -86,9 +89,9 @@ class Split:
             shares = {n: Share(*(np.asarray(s[p], dtype=np.int64) for p in ("train", "val", "test"))) for n, s in raw["sites"].items()}
             split = cls(SplitSettings(**raw["settings"]), raw["seed"], raw["data"], tuple(raw["class_names"]), shares, raw["counts"])
         except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
-            raise BadInput(f"{path} is not a split file ({type(error).__name__}: {error})") from None
-        if split.hash != raw.get("hash"):
-            raise BadInput(f"{path} was changed after it was written: its hash is {split.hash}, it says {raw.get('hash')}")
+            raise BadInput(f"{path} is not a split file ({type(error).__name__}: {str(error).splitlines()[0]})") from None
+        if split.to_json() != raw:
+            raise BadInput(f"{path} was changed after it was written (its hash or its seal does not fit); make the split again")
         return split
 
 
@@ -101,6 +104,12 @@ def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
     seed = settings.seed if settings.seed is not None else seed
     rng = legacy_numpy(seed, "split", settings.name)
     parts = rule(data, settings, rng)
+    smallest = min(parts, key=lambda name: len(parts[name]))
+    if len(parts[smallest]) < (settings.min_size or 0):
+        raise BadInput(
+            f"{settings.name} with {len(parts)} clients leaves {smallest} {len(parts[smallest])} samples, under min_size {settings.min_size}; "
+            "lower --clients or --min-size"
+        )
     fol = settings.name == "fol"
     val = settings.val if settings.val is not None else (0.15 if fol else 0.0)
     test = settings.test if settings.test is not None else (0.15 if fol else 0.0)
@@ -169,9 +178,10 @@ def dirichlet(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, 
         held = np.zeros(settings.clients)
         for pool in _per_class(data, rng):
             share = _shares(rng, settings.alpha, settings.clients)
-            share = np.where(held < len(data) / settings.clients, share, 0.0)
+            open_ = held < len(data) / settings.clients  # never all shut while a sample is left
+            share = np.where(open_, share, 0.0)
             if share.sum() <= 0:  # the whole share fell on full clients: the open ones divide it evenly
-                share = (held < len(data) / settings.clients).astype(float)
+                share = (open_ | ~open_.any()).astype(float)
             for k, piece in enumerate(_cut(pool, share / share.sum())):
                 parts[k].append(piece)
                 held[k] += len(piece)
@@ -227,11 +237,6 @@ def dirichlet_client(data: Dataset, settings: SplitSettings, rng: Random) -> dic
                     n = min(int(n), len(pools[c]))
                     parts[k].extend(pools[c].pop() for _ in range(n))
                     wanted -= n
-    floor = _floor(settings, 1)
-    if min(quota) < floor:
-        raise BadInput(
-            f"{clients} equal clients of {len(data)} samples hold {min(quota)} each, under min_size {floor}; use fewer --clients"
-        )
     return _named([np.array(part, dtype=np.int64) for part in parts])
 
 
@@ -259,7 +264,7 @@ def iid(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indice
 
 
 def by_label(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
-    """Each client holds samples of ``labels`` classes; a class is divided evenly among the clients that hold it."""
+    """Each client holds ``labels`` classes; a class is divided evenly among its holders (a rare one may not reach them all)."""
     clients, each = settings.clients, settings.labels
     present = np.flatnonzero(np.bincount(data.labels, minlength=data.classes))
     if each > len(present):
@@ -272,8 +277,8 @@ def by_label(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, I
     for k in range(clients):
         # The classes with the fewest holders first, ties at random: every class is held, and holders stay balanced.
         order = sorted(present, key=lambda c: (len(holders[c]), rng.random_sample()))
-        for c in order[:each]:
-            holders[c].append(k)
+        for held in order[:each]:
+            holders[held].append(k)
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     for c, pool in enumerate(_per_class(data, rng)):
         for i, k in enumerate(holders[c]):
@@ -288,10 +293,18 @@ def by_column(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, 
     """One site per value of a natural column (a user, a hospital); sites smaller than min_size are left out."""
     if data.groups is None:
         raise BadInput("by-column needs a column that says whose each image is; name it with --set data.column=NAME")
-    groups = np.array(data.groups)
+    members: dict[str, list[int]] = {}
+    for i, value in enumerate(data.groups):
+        members.setdefault(value, []).append(i)
     floor = _floor(settings, 1)
-    parts = {str(name): np.flatnonzero(groups == name) for name in sorted(set(data.groups))}
-    kept = {name: part for name, part in parts.items() if len(part) >= floor}
+    kept: dict[str, Indices] = {}
+    for value in sorted(members):
+        # A site's name goes into file names and parcels, so what those do not take becomes a hyphen.
+        name = re.sub(r"[^A-Za-z0-9._:@+-]", "-", value)[:128] or "-"
+        if len(members[value]) >= floor:
+            if name in kept:
+                raise BadInput(f"two values of the column would both be named {name!r}, one of them {value!r}; rename one of them")
+            kept[name] = np.array(members[value], dtype=np.int64)
     if not kept:
         raise BadInput(f"no value of the column has {floor} samples or more; lower --min-size")
     return kept
@@ -307,9 +320,9 @@ def hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: 
         pool = rng.permutation(indices[labels[indices] == c])
         want = np.array([val, test]) * len(pool) + carry
         take = np.minimum(np.floor(want + 0.5), len(pool) - 1).clip(0).astype(int)
-        while take.sum() >= len(pool) and take.max() > 0:
-            take[int(np.argmax(take))] -= 1
-        carry = want - take
+        while take.sum() >= len(pool) and take.max() > 0:  # every class keeps something to train on
+            take[int(np.argmax(np.where(take > 0, take - want, -np.inf)))] -= 1
+        carry = (want - take).clip(-0.5, 0.5)  # what tiny classes could not give is not taken from the next one
         parts[1].append(pool[: take[0]])
         parts[2].append(pool[take[0] : take.sum()])
         parts[0].append(pool[take.sum() :])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 
@@ -24,6 +24,12 @@ def _yiq(device: torch.device) -> tuple[Tensor, Tensor]:
     return to.float().to(device), torch.linalg.inv(to).float().to(device)
 
 
+Share = Annotated[float, Field(gt=0, le=1)]
+Aspect = Annotated[float, Field(gt=0, le=100)]
+Strength = Annotated[float, Field(ge=0, le=1)]
+Turn = Annotated[float, Field(ge=0, le=0.5)]
+
+
 class ViewSettings(BaseModel):
     """What is done to an image before the network sees it. All draws are per sample; normalisation is the ModelSpec's."""
 
@@ -31,13 +37,20 @@ class ViewSettings(BaseModel):
 
     crop: Literal["none", "pad", "resized"] = "none"
     pad: int = Field(4, ge=0, description="pixels of black border for crop: pad")
-    scale: tuple[float, float] = (0.2, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    scale: tuple[Share, Share] = Field((0.2, 1.0), description="smallest and largest share of the image's area, for crop: resized")
+    ratio: tuple[Aspect, Aspect] = Field((3 / 4, 4 / 3), description="smallest and largest width over height, for crop: resized")
     flip: float = Field(0.0, ge=0, le=1, description="probability of a left-right flip")
-    jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    jitter: tuple[Strength, Strength, Strength, Turn] = Field((0.0, 0.0, 0.0, 0.0), description="brightness, contrast, saturation, hue")
     jitter_p: float = Field(0.8, ge=0, le=1)
     grey: float = Field(0.0, ge=0, le=1, description="probability of greyscale")
     views: int = Field(1, ge=1, le=8, description="augmented copies of each image in a batch")
+
+    @field_validator("scale", "ratio")
+    @classmethod
+    def _in_order(cls, pair: tuple[float, float]) -> tuple[float, float]:
+        if pair[0] > pair[1]:
+            raise ValueError("give the smaller number first")
+        return pair
 
 
 PLAIN = ViewSettings()

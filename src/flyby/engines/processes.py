@@ -12,9 +12,10 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any
 
 from flyby.engines.jobs import Job, one_thread, perform
@@ -34,7 +35,8 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(events, os.getpid()))
     waiting: dict[Future[float], Job] = {}
     try:
-        waiting = {pool.submit(_work, job.model_dump_json()): job for job in jobs}
+        with _without_interrupts():
+            waiting = {pool.submit(_work, job.model_dump_json()): job for job in jobs}
         while waiting:
             done, _ = wait(waiting, timeout=0.05, return_when=FIRST_COMPLETED)
             _drain(events, on_epoch)
@@ -55,6 +57,16 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
         events.close()
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started in here never see Ctrl-C, not even while they still import: it is the parent's to handle, which ends them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _drain(events: Any, on_epoch: Callable[[Row], None]) -> None:
     while True:
         try:
@@ -66,7 +78,7 @@ def _drain(events: Any, on_epoch: Callable[[Row], None]) -> None:
 def _start(events: Any, parent: int) -> None:
     global _events
     _events = events
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_thread()
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 

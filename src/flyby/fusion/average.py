@@ -6,8 +6,10 @@ FedAvg often reads like chance. Parcels are streamed: memory holds the sum and o
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -47,14 +49,20 @@ class FedAvg(Fusion):
         network = spec.skeleton()
         network.load_state_dict(total, assign=True)
         if self.settings.recalibrate:
-            if proxy is None:
+            if proxy is None or len(proxy) == 0:
                 raise BadInput("fusion.recalibrate needs unlabelled images; give them with --proxy PATH")
-            recalibrate(network, [spec.prepare(torch.from_numpy(proxy.images[i : i + 256].copy())) for i in range(0, len(proxy), 256)])
+            recalibrate(network, (spec.prepare(images) for images in _even_batches(proxy)))
         return Single([spec], parcels.class_names, [network])
 
 
+def _even_batches(proxy: Dataset, most: int = 256) -> Iterator[Tensor]:
+    """Batches of nearly one size: each counts the same in the average, so a remainder of one image must not be a batch."""
+    for rows in np.array_split(np.arange(len(proxy)), -(-len(proxy) // most)):
+        yield torch.from_numpy(np.array(proxy.images[rows]))
+
+
 @torch.no_grad()
-def recalibrate(network: nn.Module, batches: list[Tensor]) -> None:
+def recalibrate(network: nn.Module, batches: Iterable[Tensor]) -> None:
     """Set every BatchNorm's running statistics to the cumulative average over ``batches``."""
     norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d)]
     momenta = [m.momentum for m in norms]

@@ -82,12 +82,19 @@ class Inbox:
                     f"{rule} needs one architecture, but {m.sender} sent {m.spec.name} and {first.sender} {first.spec.name} (or other widths or head); use ensemble"
                 )
 
+    def same_features(self, rule: str) -> None:
+        """Refuse features of different widths, for rules that add features up (heads and architectures may differ)."""
+        dims = {m.spec.skeleton().feature_dim: m.sender for m in self.manifests}
+        if len(dims) > 1:
+            (a, one), (b, other) = list(dims.items())[:2]
+            raise BadInput(f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts")
 
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key by which site-2 comes before site-10."""
+
+def natural(name: str) -> tuple[list[tuple[int, int, str]], str]:
+    """A sort key by which site-2 comes before site-10; the name itself puts site-01 and site-1 in one order always."""
     import re
 
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part], name
 
 
 class Fusion(ABC):

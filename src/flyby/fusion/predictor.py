@@ -31,6 +31,7 @@ class Predictor(nn.Module):
         super().__init__()
         self.specs, self.class_names, self.settings = tuple(specs), tuple(class_names), settings
         self.networks = nn.ModuleList(networks if networks is not None else [spec.build() for spec in specs])
+        self.eval()  # a predictor predicts: BatchNorm uses what was learned, not the batch at hand
 
     @property
     def size(self) -> tuple[int, int]:
@@ -130,10 +131,16 @@ def load_predictor(folder: Path | str) -> Predictor:
         raise BadInput(f"{folder} is not a model: it has no model.json (flyby fuse writes such a folder), and it is not a .parcel file")
     config = read_json(folder / "model.json")
     try:
+        if config["format"] != FORMAT:
+            raise BadInput(
+                f"{folder} has model format {config['format']} and this flyby reads {FORMAT}; use the flyby version that wrote it"
+            )
         kind = PREDICTORS.get(config["kind"])
         if kind is None:
             raise unknown("predictor kind", str(config["kind"]), PREDICTORS)
         specs = [ModelSpec.from_dict(s) for s in config["specs"]]
+        if not specs or any(spec.classes != len(config["class_names"]) for spec in specs):
+            raise ValueError(f"{len(config['class_names'])} class names do not fit its {len(specs)} network(s)")
         predictor = kind(specs, config["class_names"], **config["settings"])
         predictor.load_state_dict(load_file(folder / "model.safetensors"))
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flyby.models.anchors import simplex_etf
+
 if TYPE_CHECKING:
+    from flyby.models.networks import Network
     from flyby.models.spec import ModelSpec
 
 INITIAL_SCALE = 16.0
@@ -58,7 +61,25 @@ class PrototypeHead(Head):
         return logits if self.scale is None else logits * self.scale
 
 
-HEADS: dict[str, type[Head]] = {"linear": LinearHead, "prototype": PrototypeHead}
+class EtfHead(Head):
+    """``logits = scale * f/||f|| A^T`` with fixed simplex anchors ``A [C, d]`` and a learnable scale [FedETF, ICCV 2023]."""
+
+    def __init__(self, feature_dim: int, classes: int, spec: ModelSpec) -> None:
+        super().__init__()
+        self.register_buffer("anchors", torch.empty(classes, feature_dim))
+        self.scale = nn.Parameter(torch.empty(()))
+
+    anchors: Tensor
+
+    def initialise(self, generator: torch.Generator) -> None:
+        self.anchors.copy_(simplex_etf(self.anchors.shape[0], self.anchors.shape[1], 0))
+        nn.init.constant_(self.scale, INITIAL_SCALE)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.scale * (F.normalize(features, dim=1) @ self.anchors.T)
+
+
+HEADS: dict[str, type[Head]] = {"linear": LinearHead, "prototype": PrototypeHead, "etf": EtfHead}
 
 
 def uniform_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
@@ -67,3 +88,12 @@ def uniform_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> 
     if layer.bias is not None:
         bound = 1 / math.sqrt(layer.weight[0].numel())
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
+
+
+def directions(network: Network) -> Tensor:
+    """One row ``[d]`` a class that stands for it in feature space: prototypes, anchors, or the linear head's rows."""
+    for name in ("prototypes", "anchors", "weight"):
+        rows = getattr(network.head, name, None)
+        if isinstance(rows, Tensor):
+            return rows.detach()
+    raise TypeError(f"no class directions in a {type(network.head).__name__}")

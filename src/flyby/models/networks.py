@@ -53,10 +53,16 @@ class Network(nn.Module):
         super().__init__()
         self.spec = spec
         self.backbone, self.feature_dim = ARCHITECTURES[spec.name].build(spec, spec.layer_widths())
+        self.projector = nn.Sequential()
+        for width in spec.projector:
+            if len(self.projector):
+                self.projector.append(nn.ReLU())
+            self.projector.append(nn.Linear(self.feature_dim, width))
+            self.feature_dim = width
         self.head = HEADS[spec.head](self.feature_dim, spec.classes, spec)
 
     def features(self, x: Tensor) -> Tensor:
-        return self.backbone(x)  # type: ignore[no-any-return]
+        return self.projector(self.backbone(x))  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))  # type: ignore[no-any-return]

@@ -41,7 +41,8 @@ class ModelSpec(BaseModel):
     ``width`` multiplies every width of the architecture; ``widths`` then replaces single ones by name (see :meth:`layer_widths`), so
     that a pruned network is a spec too. ``stem`` matters to the resnets and mobilenetv2 only. ``mean`` and ``std`` are per channel in
     0..1 units, and constants on purpose, 0.5 and 0.25 where empty: sites share no statistics. ``logit_scale`` puts a learnable factor
-    on a prototype head's logits. Whatever is wrong is a :class:`BadInput` of one sentence.
+    on a prototype head's logits; ``projector`` puts linear layers of these widths, with ReLUs between,
+    after the backbone. Whatever is wrong is a :class:`BadInput` of one sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -55,6 +56,7 @@ class ModelSpec(BaseModel):
     stem: Literal["cifar", "imagenet"] = "cifar"
     widths: dict[str, Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = {}
     logit_scale: bool = False
+    projector: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_WIDTH)], ...], FromList, Field(max_length=4)] = ()
     # Bounded, so that a foreign spec cannot turn images into infinities.
     mean: Annotated[tuple[Annotated[float, Field(ge=-100, le=100)], ...], FromList] = ()
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=100)], ...], FromList] = ()

@@ -71,6 +71,11 @@ class Objective(nn.Module):
         """The network this loss needs: the given architecture with the objective's head."""
         return spec.replace(head=cls.head)
 
+    @property
+    def parameter_lr(self) -> float | None:
+        """A constant learning rate for the objective's own parameters; None: the network's."""
+        return None
+
     def prepare(self, model: Network, site: Site, seed: int) -> None:
         """Called once, before the first epoch (and before a checkpoint is loaded): anchors, class masks, start values."""
 
@@ -78,7 +83,7 @@ class Objective(nn.Module):
         """The loss of one batch. ``progress`` in (0, 1] is the share of all epochs this one completes: a tensor, no host sync."""
         raise NotImplementedError
 
-    def after_step(self, terms: Terms, progress: Tensor) -> None:
+    def after_step(self, model: Network, terms: Terms, progress: Tensor) -> None:
         """Called after the optimiser's step; AURORA's sigma update lives here."""
 
     def epoch_state(self, model: Network) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ class ModelSettings(BaseModel):
     name: str | None = None
     width: float = 1.0
     stem: str = "cifar"
+    projector: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
@@ -40,7 +41,7 @@ class RunConfig(BaseModel):
     method: str = "fedavg"
     seed: int = 0
     data: DataSettings = DataSettings()
-    split: SplitSettings = SplitSettings()  # type: ignore[call-arg]
+    split: SplitSettings = SplitSettings()
     model: ModelSettings = ModelSettings()
     fusion_name: str | None = None
     objective: dict[str, Any] = Field(default_factory=dict)

@@ -71,8 +71,8 @@ class Panel:
 
 def clean(value: object, limit: int | None = None) -> str:
     """Text from a file, fit to show: one line, no control characters or lone surrogates, cut with an ellipsis at ``limit``."""
-    text = " ".join(str(value).encode("utf-8", "replace").decode().split())
-    text = "".join(character for character in text if character.isprintable())
+    whole = str(value).encode("utf-8", "replace").decode()
+    text = " ".join("".join(character if character.isprintable() else " " for character in whole).split())
     return text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -205,7 +206,7 @@ def _facts(run: RunData) -> str:
     if alone is not None and run.result.get("uploads"):
         facts.append((f"{_percent(alone)} %", "a site’s own model alone, on the same test set (mean)"))
     if own is not None:
-        facts.append((f"{_percent(own)} %", "on each site’s own test data (mean)"))
+        facts.append((f"{_percent(own)} %", "own-test accuracy: on each site’s own mix of classes (mean)"))
     if size is not None:
         facts.append((_size(size), "sent up, in all"))
     if run.seconds is not None:
@@ -330,7 +331,7 @@ def _clients(runs: list[RunData]) -> str:
     table = _table(
         head, rows, numeric=range(1, len(head)), foot=[means], groups=groups, key="clients", label="Site by site", tall=len(sites) > 25
     )
-    note = "Own test: the result, on the site’s own test data. Alone: the site’s own model, unshared, on the global test set."
+    note = "Own test: the result, on the site’s own mix of classes. Alone: the site’s own model, unshared, on the global test set."
     return table + (f'<p class="note">{note}</p>' if several else "")
 
 
@@ -399,16 +400,15 @@ def _communication(runs: list[RunData]) -> str:
         if not crossings:
             continue
         for crossing in crossings:
-            sent = (
-                [run.name] * several
-                + [_name(crossing.get("sender")), _name(crossing.get("receiver"))]
-                + [str(crossing.get("round"))] * rounds
+            ends, number = (
+                [_name(crossing.get("sender")), _name(crossing.get("receiver"))],
+                [_name(str(crossing.get("round", "")))] * rounds,
             )
-            rows.append([*sent, _name(crossing.get("digest"))[:12], _size(_number(crossing.get("bytes")))])
-        pairs = [(str(crossing.get("sender")), str(crossing.get("receiver"))) for crossing in crossings]
+            rows.append([run.name] * several + ends + number + [_name(crossing.get("digest"))[:12], _size(_number(crossing.get("bytes")))])
+        pairs = Counter((str(crossing.get("sender")), str(crossing.get("receiver"))) for crossing in crossings)
         total = sum(_number(crossing.get("bytes")) or 0.0 for crossing in crossings)
-        twice = sorted({f"{a} → {b}" for a, b in pairs if pairs.count((a, b)) > 1}, key=_natural)
-        foot.append([run.name if several else "Total", _plural(len(pairs), "crossing"), *[""] * (several + rounds + 1), _size(total)])
+        twice = sorted((f"{sender} → {receiver}" for (sender, receiver), times in pairs.items() if times > 1), key=_natural)
+        foot.append([run.name if several else "Total", _plural(len(crossings), "crossing"), *[""] * (several + rounds + 1), _size(total)])
         if twice:
             name = f" in {_strong(run.name)}" if several else ""
             more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
@@ -419,9 +419,10 @@ def _communication(runs: list[RunData]) -> str:
     if len(rows) > SHOWN_CROSSINGS:
         foot.insert(0, [f"… and {len(rows) - SHOWN_CROSSINGS:,} more", *[""] * (len(head) - 1)])
     table = _table(head, rows[:SHOWN_CROSSINGS], numeric=[len(head) - 1], foot=foot, key="communication", label="Who sent what to whom")
-    down = sum(_number(run.result.get("bytes_down")) or 0.0 for run in runs)
+    stated = [_number(run.result.get("bytes_down")) for run in runs]
+    down = sum(size or 0.0 for size in stated)
     once = "" if notes else "Every pair crossed once. "
-    back = f"Sent back down: {_size(down)}." if down else "Nothing was sent back down."
+    back = f"Sent back down: {_size(down)}." if down else "" if None in stated else "Nothing was sent back down."
     return table + "".join(notes) + f'<p class="note">{once}{back}</p>'
 
 
@@ -440,7 +441,9 @@ def _extras(runs: list[RunData]) -> Iterable[tuple[str, str]]:
 
 
 def _reproduce(runs: list[RunData]) -> str:
-    commands = "\n".join(clean(run.result["command"]) for run in runs if run.result.get("command"))
+    commands = "\n".join(str(run.result["command"]) for run in runs if run.result.get("command"))
+    # Word for word (spaces may sit inside quotes), but for half characters that no file could hold.
+    block = f"<pre><code>{escape(commands.encode('utf-8', 'replace').decode())}</code></pre>" if commands else ""
     facts: dict[str, list[str]] = {"Seed": [], "Split": [], "Versions": [], "Hardware": []}
     for run in runs:
         facts["Seed"].append(clean(run.result.get("seed", "")))
@@ -456,7 +459,7 @@ def _reproduce(runs: list[RunData]) -> str:
         whose = f" of {_text(run.name)}" if len(runs) > 1 else ""
         text = escape(json.dumps(run.config, indent=2))
         configs += f"<details><summary>Full configuration{whose}</summary><pre><code>{text}</code></pre></details>"
-    return (f"<pre><code>{escape(commands)}</code></pre>" if commands else "") + (f"<dl>{lines}</dl>" if lines else "") + configs
+    return block + (f"<dl>{lines}</dl>" if lines else "") + configs
 
 
 # ---------------------------------------------------------------- furniture
@@ -552,7 +555,7 @@ def _count(value: float | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+    return NONE if value is None else f"{value:.2f}" if value < 1 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def _megabytes(size: float | None) -> str:
@@ -574,9 +577,9 @@ def _cell(value: object) -> str:
     return NONE if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(value)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sort key under which site-10 comes after site-2."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+    return [(False, int(part), "") if part.isdecimal() else (True, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def _read(path: Path, kind: type) -> Any:
@@ -605,7 +608,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 _GLOSSARY = """<section id="s-glossary"><details><summary>Words used here</summary><dl>
 <dt>Accuracy</dt><dd>The share of the global test images classified correctly, after the last epoch. Test images choose nothing: no epoch,
 no setting.</dd>
-<dt>Own-test accuracy</dt><dd>The same, on one site’s own test data, which has that site’s mix of classes.</dd>
+<dt>Own-test accuracy</dt><dd>The same, on one site’s own test data; where a site keeps none, on the global test images weighted to that
+site’s mix of classes.</dd>
 <dt>Alone</dt><dd>The model a site trained by itself, before anything was shared, on the global test set: what it would have had without the
 others.</dd>
 <dt>Split</dt><dd>Who holds which samples. Runs with equal split hashes had the same data in the same hands. The smaller α is, the more the
@@ -639,7 +643,7 @@ a{color:var(--accent);text-decoration:none}
 a:hover{text-decoration:underline}
 .scroll{overflow-x:auto}
 .tall{max-height:560px;overflow-y:auto;border-bottom:1px solid var(--rule)}
-.tall thead th{position:sticky;top:0;background:#fff}
+.tall thead{position:sticky;top:0;background:#fff}
 table{border-collapse:collapse;min-width:60%;font-size:.93rem;font-variant-numeric:tabular-nums}
 th,td{padding:8px 20px 8px 0;text-align:left;white-space:nowrap;border-bottom:1px solid var(--rule);font-weight:400}
 th:last-child,td:last-child{padding-right:4px}

@@ -9,11 +9,12 @@ import fcntl
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,13 @@ def run(
     store: Path | None = None,
 ) -> dict[str, Any]:
     """Do one run in folder ``out`` and return its result. ``store`` is a folder of uploads shared between runs."""
+    from flyby.study.report import write_report
+
     with locked(out):
         if _already(config, out, resume):
             result: dict[str, Any] = read_json(out / "result.json")
+            if not (out / "report.html").exists():  # it was stopped in the very last step
+                write_report(out)
             return result
         device = pick_device(device)
         engine = engine or ("processes" if device == "cpu" and (os.cpu_count() or 1) > 1 else "inline")
@@ -64,6 +69,8 @@ def run(
         if bundle.test is None:
             raise BadInput(f"{config.data.name} has no test images to judge by; set data.holdout above 0")
         split = make_split(bundle.train, config.split, config.seed)
+        check_names(split.shares)
+        _same_split(split, out)
         split.save(out / "split.json")
         write_json(out / "config.json", {**config.model_dump(mode="json"), "resolved": todo.recipe.model_dump(mode="json")})
         loaded = time.perf_counter()
@@ -98,8 +105,6 @@ def run(
             "peak_memory_mb": round(peak_memory_mb(), 1), "seed": config.seed, "versions": versions(), "hardware": hardware(device), "command": command,
         }  # fmt: skip
         write_json(out / "result.json", result)
-        from flyby.study.report import write_report
-
         write_report(out)
         return result
 
@@ -107,8 +112,8 @@ def run(
 def _already(config: RunConfig, out: Path, resume: bool) -> bool:
     """Whether ``out`` holds the finished run already; refuses a folder that holds another run, or anything else."""
     if not (out / "config.json").exists():
-        strange = sorted(p.name for p in out.iterdir() if p.name not in (".lock", "split.json", "parcels") and not p.name.startswith("."))
-        if strange and not (out / "result.json").exists():
+        strange = sorted(p.name for p in out.iterdir() if p.name != "split.json" and not p.name.startswith("."))
+        if strange:
             raise BadInput(f"{out} is not empty ({strange[0]!r} is in it) and is not a run; name a new folder with --out")
         return False
     old = {k: v for k, v in read_json(out / "config.json").items() if k != "resolved"}
@@ -121,22 +126,41 @@ def _already(config: RunConfig, out: Path, resume: bool) -> bool:
     return (out / "result.json").exists()
 
 
+def check_names(names: Iterable[str]) -> None:
+    """A site's name stands in file names and parcels; one that cannot is refused before any training."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:@+-]{0,127}", name):
+            raise BadInput(f"a site cannot be called {name!r}; use letters, digits and . _ : @ + - without spaces, at most 128")
+
+
+def _same_split(split: Split, out: Path) -> None:
+    """What was trained before an interruption belongs to the split of that time."""
+    if (out / "split.json").exists() and Split.load(out / "split.json").hash != split.hash:
+        raise BadInput(f"the data changed since the run in {out} began; name a new folder with --out")
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """One process a run folder: a second one is told so instead of mixing its files in."""
+    """One process a run folder: a second one is told so instead of mixing its files in. A folder that stays empty is taken away again."""
+    new = not out.exists()
+    lock = out / ".lock"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        handle = open(out / ".lock", "w")  # noqa: SIM115
+        handle = open(lock, "w")  # noqa: SIM115
     except OSError as error:
         raise BadInput(f"cannot write to {out}: {error.strerror}; name another folder with --out") from None
-    try:
+    with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or not os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
+                raise BlockingIOError  # its owner was just taking the empty folder away
         except OSError:
             raise BadInput(f"another flyby process is working in {out}; wait for it, or name another folder with --out") from None
-        yield
-    finally:
-        handle.close()
+        try:
+            yield
+        finally:
+            if new and [p.name for p in out.iterdir()] == [lock.name]:
+                shutil.rmtree(out)
 
 
 def uploads(todo: Plan, split: Split, out: Path, device: str, store: Path | None) -> list[Job]:

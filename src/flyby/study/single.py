@@ -18,12 +18,15 @@ from flyby.methods import fusion_named, objective_named
 from flyby.settings import build, parse_assignment
 from flyby.study.config import RunConfig, pick_device, plan
 from flyby.study.progress import Progress
-from flyby.study.run import SERVER
+from flyby.study.run import SERVER, check_names
 from flyby.training import train_site
 
 
 def train_parcel(config: RunConfig, out: Path, site_id: str, *, device: str = "auto", quiet: bool = False) -> tuple[parcel.Manifest, int]:
     """``flyby train``: one site's own data to one parcel. Interrupted, the same command goes on where it stopped."""
+    check_names([site_id])
+    if out.is_dir():
+        raise BadInput(f"{out} is a folder; name the .parcel file to write")
     bundle = config.data.load(progress=not quiet)
     todo = plan(config, bundle)
     site = whole_site(bundle, site_id, config.split.val or 0.0, config.seed)
@@ -42,6 +45,12 @@ def train_parcel(config: RunConfig, out: Path, site_id: str, *, device: str = "a
     return trained.parcel.manifest, written
 
 
+def _replaceable(out: Path) -> None:
+    """A folder is written whole, in place of an old one: nothing but an older model may be lost that way."""
+    if out.is_dir() and any(out.iterdir()) and not (out / "model.json").exists():
+        raise BadInput(f"{out} holds something else than a fused model; name a new folder with --out")
+
+
 def fuse_parcels(
     paths: Sequence[Path],
     out: Path,
@@ -55,6 +64,7 @@ def fuse_parcels(
 ) -> dict[str, Any]:
     """``flyby fuse``: parcels to a deployable folder, each counted once in its ledger."""
     kind = fusion_named(rule)
+    _replaceable(out)
     values = {}
     for text in assignments:
         key, value = parse_assignment(text)

@@ -1,0 +1,46 @@
+# Each target works alone on a bare clone: it makes the virtual environment first, once.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+DEMO := demo
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:
+	@echo "make setup   create .venv and install flyby with its development tools"
+	@echo "make demo    five sites on digits, three methods side by side, one report"
+	@echo "make test    lint, types and all tests with coverage"
+	@echo "make lint    ruff and mypy only"
+	@echo "make bench   flyby's loop against a bare PyTorch loop"
+	@echo "make clean   remove .venv, caches and the demo"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "flyby needs Python 3.11 or newer; name one with PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[dev,prune,track]"
+	touch $@
+
+demo: $(STAMP)
+	rm -rf $(DEMO)
+	$(BIN)/flyby run --method local,fedavg,ensemble --data digits --clients 5 --alpha 0.1 --epochs 20 --seed 0 --out $(DEMO)
+	@echo "Open the report in a browser: $(DEMO)/report.html"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest --cov=flyby --cov-report=term-missing:skip-covered --cov-fail-under=90 --durations=15
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,99 @@
+"""SALT, FAFI's local loss [Zeng et al., ICML 2025]: classification, contrast and prototypes over two views of every image.
+
+L_local = w_cls CE(f^ P^T, y) + w_con SupCon(f^) + w_self CE(P P^T, 1..C) + w_feat CE(f^ P^T / tau_p, y), with f^ = f/||f|| and
+learnable prototypes P [C, d]. As released the first and last terms are equal; both are kept, with weights of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from flyby.data.site import Site
+from flyby.data.views import SALT, ViewSettings
+from flyby.models import Network
+from flyby.objectives.base import Batch, Objective, ObjectiveSettings, Terms, accuracy_of
+from flyby.objectives.calibration import calibrate
+
+TRAIN = {"lr": 0.05, "momentum": 0.9, "clip": 1.0, "optimizer": "sgd"}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {**TRAIN, "weight_decay": 5e-4, "schedule": "cosine"},
+    "as-run": {**TRAIN, "weight_decay": 0.0, "schedule": "constant"},
+}
+
+
+class SaltSettings(ObjectiveSettings):
+    cls: float = Field(1.0, ge=0, description="weight of the classification term")
+    con: float = Field(1.0, ge=0, description="weight of the supervised contrast")
+    proto_self: float = Field(1.0, ge=0, description="weight of the prototypes' contrast among themselves")
+    proto_feat: float = Field(1.0, ge=0, description="weight of the features' contrast to prototypes")
+    tau: float = Field(0.07, gt=0, description="temperature of the supervised contrast")
+    proto_tau: float = Field(1.0, gt=0, description="temperature of proto_feat")
+    preset: Literal["paper", "as-run"] = "paper"
+    calibrate: bool = Field(True, description="send the scalars that experts-calibrated needs")
+
+
+def supcon(features: Tensor, labels: Tensor, tau: float, classes: int) -> Tensor:
+    """Supervised contrast over unit features ``[n, d]``: the mean over all anchors i of -mean_p log softmax_{a != i}(f_i.f_a / tau)_p.
+
+    Positives p share i's label; anchors without one contribute 0. The sum over positives is taken through class sums, so the only
+    n x n matrix is that of the similarities.
+    """
+    features = features.float()
+    similarity = (features @ features.T) / tau
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    normaliser = similarity.masked_fill(itself, float("-inf")).logsumexp(1)
+    member = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
+    others = member.sum(0)[labels] - 1
+    positive = (((member.T @ features)[labels] - features) * features).sum(1) / tau
+    return torch.where(others > 0, normaliser - positive / others.clamp_min(1), 0.0).mean()
+
+
+class Salt(Objective):
+    """FAFI's client: SALT on learnable prototypes, no anchor."""
+
+    name = "salt"
+    paper = "FAFI: Zeng et al., ICML 2025"
+    provides = frozenset({"weights", "class_counts", "prototypes", "calibration"})
+    head = "prototype"
+    settings_type: ClassVar[type[ObjectiveSettings]] = SaltSettings
+    settings: SaltSettings
+    batch: ClassVar[int] = 512
+
+    @classmethod
+    def views(cls, size: tuple[int, int], mirror: bool) -> ViewSettings:
+        return SALT if mirror else SALT.model_copy(update={"flip": 0.0})
+
+    @classmethod
+    def defaults(cls, settings: ObjectiveSettings) -> dict[str, Any]:
+        assert isinstance(settings, SaltSettings)
+        return PRESETS[settings.preset]
+
+    def local_terms(self, model: Network, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """L_local and its four terms, each as it enters the sum but without its weight."""
+        weights, head = self.settings, model.head
+        prototypes: Tensor = head.prototypes  # type: ignore[assignment]
+        features = F.normalize(model.features(batch.images).float(), dim=1)
+        with torch.autocast(features.device.type, enabled=False):  # a few small products, where bf16 would cost accuracy and win nothing
+            similarity = features @ prototypes.T
+            logits = similarity if head.scale is None else similarity * head.scale  # type: ignore[operator]
+            cls = F.cross_entropy(logits, batch.labels)
+            feat = cls if weights.proto_tau == 1.0 and head.scale is None else F.cross_entropy(similarity / weights.proto_tau, batch.labels)
+            own = F.cross_entropy(prototypes @ prototypes.T, torch.arange(len(prototypes), device=prototypes.device))
+            con = supcon(features, batch.labels, weights.tau, len(prototypes))
+        total = weights.cls * cls + weights.con * con + weights.proto_self * own + weights.proto_feat * feat
+        return total, {"cls": cls, "con": con, "proto_self": own, "proto_feat": feat, "train_accuracy": accuracy_of(logits, batch.labels)}
+
+    def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
+        return Terms(*self.local_terms(model, batch))
+
+    def epoch_state(self, model: Network) -> dict[str, Tensor]:
+        norms = model.head.prototypes.detach().norm(dim=1)  # type: ignore[operator]
+        return {"proto_norm": norms.mean(), "proto_norm_min": norms.min(), "proto_norm_max": norms.max()}
+
+    def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return (calibrate(model, site, seed) if self.settings.calibrate else {}), {}
