@@ -7,11 +7,6 @@ import os
 import shutil
 import tempfile
 
-# Before anything of flyby is imported: no test reads or fills the user's own cache.
-os.environ["FLYBY_CACHE"] = tempfile.mkdtemp(prefix="flyby-tests-")
-os.environ["OMP_NUM_THREADS"] = "1"
-atexit.register(shutil.rmtree, os.environ["FLYBY_CACHE"], ignore_errors=True)
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,6 +14,11 @@ from hypothesis import HealthCheck, settings
 from flyby.data import sources
 from flyby.data.dataset import DataBundle
 
+# At import, so that subprocesses inherit it too: no test reads or fills the user's own cache.
+os.environ["FLYBY_CACHE"] = tempfile.mkdtemp(prefix="flyby-tests-")
+atexit.register(shutil.rmtree, os.environ["FLYBY_CACHE"], ignore_errors=True)
+
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)  # one order of sums: the same bytes everywhere
 settings.register_profile(
     "flyby", deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]

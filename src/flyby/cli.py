@@ -36,6 +36,8 @@ def main() -> None:
     """Run the command line and turn every error a user can cause into one line and an exit code."""
     try:
         code = app(standalone_mode=False)
+        if code == 130:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
         goes_on = {"run": "; the same command with --resume goes on from here", "train": "; the same command goes on from here"}
@@ -72,7 +74,7 @@ def _top(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 def run(
     method: Annotated[
         str, typer.Option(help="A method of `flyby methods`, or several with commas: a comparison on the same uploads.")
-    ] = "fedavg",
+    ] = "aurora",
     data: Annotated[str, typer.Option(help="digits, a folder of Parquet files or class folders, an .npz, hf:NAME.")] = "digits",
     clients: Annotated[int, typer.Option(help="How many sites.")] = 5,
     alpha: Annotated[float, typer.Option(help="Dirichlet concentration: .05 very uneven, 100 nearly even.")] = 0.1,
@@ -293,7 +295,7 @@ def _table(rows: list[dict[str, Any]], as_json: bool, columns: tuple[str, ...]) 
 
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == columns[0])  # a name must stay one word, to be copied
     for row in rows:
         table.add_row(*(Text(str(row[c] if row[c] is not None else "-")) for c in columns))
     Console().print(table)

@@ -20,12 +20,15 @@ class Method:
     about: str
     paper: str = ""
     objective_settings: dict[str, Any] = field(default_factory=dict)
-    fusion_settings: dict[str, Any] = field(default_factory=dict)
+    fusion_settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rule
     train: dict[str, Any] = field(default_factory=dict)
 
 
 FAFI = "FAFI: Zeng et al., ICML 2025"
-COUNTED = {"prototypes": "counts"}
+COUNTED = {"iffi": {"prototypes": "counts"}}
+# The rule for prototype clients where the user names none; docs/experts.md shows what it earned this place with. FAFI and AURORA are
+# published with `iffi`: all of them share one default here, so that a comparison of clients never compares server rules by accident.
+BEST = "experts-calibrated"
 
 METHODS: dict[str, Method] = {
     m.name: m
@@ -35,20 +38,16 @@ METHODS: dict[str, Method] = {
             "fedavg", "supervised", "fedavg", "cross-entropy at the sites, weighted mean of all weights", "McMahan et al., AISTATS 2017"
         ),
         Method("ensemble", "supervised", "ensemble", "cross-entropy at the sites, mean of their predictions"),
-        Method("fafi", "salt", "iffi", "SALT at the sites, fused features and prototypes at the server", FAFI),
-        Method("fafi-anneal", "aurora", "iffi", "FAFI with a shared anchor and lambda 18 -> 0 by hand", FAFI, {"weighting": "linear"}),
-        Method("aurora", "aurora", "iffi", "SALT plus an anchor whose strength each site learns", "AURORA", fusion_settings=COUNTED),
+        Method("fafi", "salt", BEST, "SALT at the sites (published with --fusion iffi)", FAFI),
         Method(
-            "aurora-no-stability", "aurora", "iffi", "AURORA without the bound on lambda", "AURORA", {"weighting": "meta-anneal"}, COUNTED
+            "fafi-anneal", "aurora", BEST, "FAFI with a shared anchor and lambda 18 -> 0 by hand", FAFI, {"weighting": "linear"}, COUNTED
+        ),
+        Method("aurora", "aurora", BEST, "SALT plus an anchor whose strength each site learns", "AURORA", {}, COUNTED),
+        Method(
+            "aurora-no-stability", "aurora", BEST, "AURORA without the bound on lambda", "AURORA", {"weighting": "meta-anneal"}, COUNTED
         ),
         Method(
-            "aurora-no-decouple",
-            "aurora",
-            "iffi",
-            "AURORA with plain, coupled uncertainty weighting",
-            "AURORA",
-            {"weighting": "kendall"},
-            COUNTED,
+            "aurora-no-decouple", "aurora", BEST, "AURORA, plain coupled uncertainty weighting", "AURORA", {"weighting": "kendall"}, COUNTED
         ),
         Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", "FedETF: Li et al., ICCV 2023"),
     )

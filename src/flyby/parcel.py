@@ -117,7 +117,7 @@ ExtraName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 class Manifest(BaseModel):
     """What a parcel says about itself. ``meta`` holds small named facts that a fusion rule may need, scalars or lists of them;
     ``provenance`` says how the model was trained. Neither holds times, hosts or paths: the same training gives the same bytes. ``counts`` is
-    None where they are not shared."""
+    None where they are not shared, and may be noisy or a plain held-or-not (1 or 0) where a site prefers that."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     schema_version: Literal[1] = 1
@@ -127,6 +127,7 @@ class Manifest(BaseModel):
     class_names: tuple[Label, ...]
     samples: Count
     counts: tuple[Count, ...] | None = None
+    counts_kind: Literal["exact", "noisy", "binary"] = "exact"
     codec: Label = "fp32"
     extras: tuple[ExtraName, ...] = ()
     tensors: dict[str, TensorInfo]
@@ -139,7 +140,7 @@ class Manifest(BaseModel):
             raise ValueError(f"{len(self.class_names)} class names for a model of {self.spec.classes} classes")
         if self.counts is not None and len(self.counts) != self.spec.classes:
             raise ValueError(f"{len(self.counts)} class counts for a model of {self.spec.classes} classes")
-        if self.counts is not None and sum(self.counts) != self.samples:
+        if self.counts is not None and self.counts_kind == "exact" and sum(self.counts) != self.samples:
             raise ValueError(f"the class counts add up to {sum(self.counts)}, not to the {self.samples} samples")
         if list(self.extras) != sorted(set(self.extras)):
             raise ValueError("the names of the extras must be sorted and different")
@@ -194,6 +195,7 @@ def make(
     weights: Mapping[str, Tensor],
     samples: int,
     counts: Iterable[int] | None = None,
+    counts_kind: str = "exact",
     extras: Mapping[str, Tensor] | None = None,
     codec: str = "fp32",
     meta: Mapping[str, Any] | None = None,
@@ -213,7 +215,7 @@ def make(
     try:
         fields = {
             "schema_version": SCHEMA, "sender": sender, "method": method, "spec": spec.model_dump(mode="json"),
-            "class_names": list(class_names), "samples": samples, "counts": None if counts is None else list(counts),
+            "class_names": list(class_names), "samples": samples, "counts": None if counts is None else list(counts), "counts_kind": counts_kind,
             "codec": codec, "extras": list(shared), "tensors": {name: _describe(label, name, tensor) for name, tensor in stored.items()},
             "meta": dict(meta or {}), "provenance": dict(provenance or {}),
         }  # fmt: skip

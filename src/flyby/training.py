@@ -23,15 +23,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby import __version__, parcel
-from flyby.checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from flyby.checkpoint import TrainingState, save_checkpoint
 from flyby.data.site import Part, Site
 from flyby.data.views import ViewSettings, augment
 from flyby.errors import BadInput, Diverged
+from flyby.files import digest
 from flyby.models import ModelSpec, Network
 from flyby.objectives.base import Batch, Objective
-from flyby.rng import generator
+from flyby.rng import generator, legacy_numpy
 
 Row = dict[str, Any]
+Counts = Literal["exact", "noisy", "binary"]
 CHECKPOINT_SECONDS = 5.0
 
 
@@ -52,7 +54,7 @@ class TrainSettings(BaseModel):
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    compile: Literal["off", "on"] = Field("off", description="compile the backbone: worth it on a GPU from about a minute of training on")
+    compile: bool = Field(False, description="compile the backbone: worth it on a GPU from about a minute of training on")
     snapshots: int = Field(0, ge=0, description="keep the weights of every n-th epoch for offline study; never sent")
 
 
@@ -75,6 +77,8 @@ def train_site(
     *,
     method: str = "",
     codec: str = "fp32",
+    counts: Counts = "exact",
+    epsilon: float = 1.0,
     device: torch.device | str = "cpu",
     folder: Path | None = None,
     on_epoch: Callable[[Row], None] | None = None,
@@ -89,7 +93,7 @@ def train_site(
     _check(site, spec, settings)
     model = spec.build(generator(seed, "shared", "init")).to(device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if settings.compile == "on":
+    if settings.compile:
         model.backbone.compile(dynamic=False)
     objective.to(device)
     objective.prepare(model, site, seed)
@@ -97,7 +101,10 @@ def train_site(
     train, val = site.train.to(device), site.val.to(device)
     batch = batch_size(settings, objective.batch, len(train))
     mean, std = spec.statistics(device)
-    state = _Progress(folder / f"{site.id}.ckpt" if folder else None, model, optimizer, objective)
+    identity = digest(
+        [spec.model_dump(mode="json"), objective.name, objective.settings.model_dump(mode="json"), settings.model_dump(mode="json"), seed]
+    )
+    state = TrainingState(folder / f"{site.id}.ckpt" if folder else None, identity, model, optimizer, objective)
     state.restore()
 
     started, last_saved = time.perf_counter(), time.perf_counter()
@@ -123,13 +130,16 @@ def train_site(
             )
             row: Row = {"site": site.id, "epoch": epoch, **means, "lr": lr}
             row |= {name: float(value) for name, value in objective.epoch_state(model).items()}
-            if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
-                bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
-                raise Diverged(
-                    f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; the state after epoch {state.epoch} is kept. Lower train.lr, or set train.clip=1"
-                )
             if len(val):
                 row |= evaluate_part(model, spec, val, settings, device)
+            bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)] + (
+                [] if finite(model) else ["the weights"]
+            )
+            if bad:
+                raise Diverged(
+                    f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; the state after epoch {state.epoch} is kept. "
+                    "Lower train.lr, or set train.clip=1"
+                )
             row["samples_per_second"] = round(len(train) / (time.perf_counter() - tick), 1)
             state.advance(row, settings.patience)
             if folder and settings.snapshots and epoch % settings.snapshots == 0:
@@ -154,7 +164,8 @@ def train_site(
         class_names=site.class_names,
         weights={name: t.detach().cpu() for name, t in model.state_dict().items()},
         samples=len(site.train),
-        counts=site.counts,
+        counts=shared_counts(site, counts, epsilon, seed),
+        counts_kind=counts,
         extras={name: t.detach().cpu() for name, t in extras.items()},
         codec=codec,
         meta={"epochs": state.epoch, "best_epoch": state.best_epoch or state.epoch, **meta},
@@ -199,6 +210,21 @@ def one_epoch(
         totals = values if steps == 0 else totals.add_(values)
         names, steps = ["loss", *terms.parts], steps + 1
     return dict(zip(names, (totals / steps).tolist(), strict=True))
+
+
+def finite(model: nn.Module) -> bool:
+    """Whether every floating number of the network is finite: a last step can throw the weights out after a finite loss."""
+    return bool(torch.stack([t.isfinite().all() for t in model.state_dict().values() if t.is_floating_point()]).all())
+
+
+def shared_counts(site: Site, kind: Counts, epsilon: float, seed: int) -> list[int]:
+    """What a site tells about its classes: the counts, the counts with Laplace noise of scale 1/epsilon, or only which it holds."""
+    if kind == "binary":
+        return [int(n > 0) for n in site.counts]
+    if kind == "noisy":
+        noise = legacy_numpy(seed, site.id, "counts").laplace(0, 1 / epsilon, len(site.counts))
+        return [max(0, round(n + float(e))) for n, e in zip(site.counts, noise, strict=True)]
+    return site.counts
 
 
 def _check(site: Site, spec: ModelSpec, settings: TrainSettings) -> None:
@@ -274,70 +300,3 @@ def evaluate_part(model: Network, spec: ModelSpec, part: Part, settings: TrainSe
         loss += F.cross_entropy(logits, labels, reduction="sum")
         right += (logits.argmax(1) == labels).sum()
     return {"val_loss": float(loss) / len(part), "val_accuracy": float(right) / len(part)}
-
-
-class _Progress:
-    """Where training stands: epoch, history, the best weights so far. Saved and restored as one checkpoint."""
-
-    def __init__(self, path: Path | None, model: Network, optimizer: torch.optim.Optimizer, objective: Objective) -> None:
-        self.path, self.model, self.optimizer, self.objective = path, model, optimizer, objective
-        self.epoch, self.rows, self.stopped = 0, [], False
-        self.best_loss, self.best_epoch, self.best, self.good = math.inf, 0, {}, {}
-
-    epoch: int
-    rows: list[Row]
-    best: dict[str, Tensor]
-    good: dict[str, Tensor]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.save()
-
-    def advance(self, row: Row, patience: int | None) -> None:
-        self.epoch = int(row["epoch"])
-        self.rows.append(row)
-        self.good = self._tensors()
-        if patience is not None:
-            if row["val_loss"] < self.best_loss:
-                self.best_loss, self.best_epoch = row["val_loss"], self.epoch
-                self.best = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
-            self.stopped = self.epoch - self.best_epoch >= patience
-
-    def use_best(self) -> None:
-        if self.best:
-            self.model.load_state_dict(self.best)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        groups = {
-            "model": self.model.state_dict(),
-            "objective": self.objective.state_dict(),
-            "optimizer": optimizer_tensors(self.optimizer),
-        }
-        return {f"{group}/{name}": t.detach().clone() for group, entries in groups.items() for name, t in entries.items()}
-
-    def save(self) -> None:
-        """Write the state after the last whole epoch, which is a good one: a diverged epoch never gets here."""
-        if self.path is None or not self.good:
-            return
-        tensors = self.good | {f"best/{name}": t for name, t in self.best.items()}
-        state = {"epoch": self.epoch, "rows": self.rows, "stopped": self.stopped, "best_epoch": self.best_epoch}
-        save_checkpoint(self.path, tensors, state | ({"best_loss": self.best_loss} if self.best else {}))
-
-    def restore(self) -> None:
-        if self.path is None or not self.path.exists():
-            return
-        tensors, state = load_checkpoint(self.path)
-        device = next(self.model.parameters()).device
-        groups: dict[str, dict[str, Tensor]] = {"model": {}, "objective": {}, "optimizer": {}, "best": {}}
-        for name, t in tensors.items():
-            group, _, rest = name.partition("/")
-            groups[group][rest] = t.to(device)
-        self.model.load_state_dict(groups["model"])
-        self.objective.load_state_dict(groups["objective"])
-        restore_optimizer(self.optimizer, groups["optimizer"])
-        self.best, self.good = groups["best"], self._tensors()
-        self.epoch, self.rows, self.stopped, self.best_epoch = state["epoch"], state["rows"], state["stopped"], state["best_epoch"]
-        self.best_loss = state.get("best_loss", math.inf)

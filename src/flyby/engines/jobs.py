@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from flyby import parcel
 from flyby.data.dataset import DataBundle
@@ -22,7 +22,7 @@ from flyby.errors import BadInput
 from flyby.files import digest, write_text
 from flyby.methods import objective_named
 from flyby.models import ModelSpec
-from flyby.training import Row, TrainSettings, train_site
+from flyby.training import Counts, Row, TrainSettings, train_site
 
 
 class DataSettings(BaseModel):
@@ -51,6 +51,8 @@ class Recipe(BaseModel):
     views: ViewSettings
     seed: int
     codec: str = "fp32"
+    counts: Counts = "exact"
+    epsilon: float = Field(1.0, gt=0, description="how exact noisy counts are")
 
     def key(self, split_hash: str) -> str:
         return digest({"recipe": self.model_dump(mode="json"), "split": split_hash})
@@ -104,7 +106,7 @@ def perform(job: Job, on_epoch: Callable[[Row], None] | None = None) -> float:
     objective = kind(kind.settings_type(**recipe.objective_settings))
     trained = train_site(
         site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
-        codec=recipe.codec, device=job.device, folder=job.folder, on_epoch=on_epoch, provenance={"key": job.key},
+        codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, device=job.device, folder=job.folder, on_epoch=on_epoch, provenance={"key": job.key},
     )  # fmt: skip
     write_text(job.rows_path, "".join(json.dumps(row) + "\n" for row in trained.rows))
     parcel.write(trained.parcel, job.parcel_path)

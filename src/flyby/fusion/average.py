@@ -37,14 +37,9 @@ class FedAvg(Fusion):
     def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
         parcels.same_spec("fedavg")
         total: dict[str, Tensor] = {}
-        for share, item in zip(weights_of(parcels, self.settings.weights), parcels, strict=True):
-            for name, value in item.weights.items():
-                if not value.is_floating_point():  # counters such as num_batches_tracked: the largest
-                    total[name] = torch.maximum(total[name], value) if name in total else value.clone()
-                elif name in total:
-                    total[name].add_(value, alpha=share)
-                else:
-                    total[name] = value * share
+        stream = iter(parcels)
+        for share in weights_of(parcels, self.settings.weights):
+            _add(total, next(stream).weights, share)  # nothing here holds a parcel while the next one is read
         spec = parcels.manifests[0].spec
         network = spec.skeleton()
         network.load_state_dict(total, assign=True)
@@ -53,6 +48,16 @@ class FedAvg(Fusion):
                 raise BadInput("fusion.recalibrate needs unlabelled images; give them with --proxy PATH")
             recalibrate(network, (spec.prepare(images) for images in _even_batches(proxy)))
         return Single([spec], parcels.class_names, [network])
+
+
+def _add(total: dict[str, Tensor], weights: dict[str, Tensor], share: float) -> None:
+    for name, value in weights.items():
+        if not value.is_floating_point():  # counters such as num_batches_tracked: the largest
+            total[name] = torch.maximum(total[name], value) if name in total else value.clone()
+        elif name in total:
+            total[name].add_(value, alpha=share)
+        else:
+            total[name] = value * share
 
 
 def _even_batches(proxy: Dataset, most: int = 256) -> Iterator[Tensor]:

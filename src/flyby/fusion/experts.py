@@ -2,6 +2,10 @@
 
 score_c(x) = sum_k v_kc a_kc(x), with v_kc = n_kc / sum_k n_kc the share of class c that client k holds and a_kc(x) what client k
 says about c. No weight and no prototype is averaged across feature spaces, so architectures and heads may differ.
+
+An expert must also know what it does not know: a client with one class finds that class everywhere. ``experts-calibrated`` uses
+a_kc(x) = clip((cos_kc(x) - m-_kc) / (m+_kc - m-_kc), 0, 1.2), with the client's own mean cosine on images of the class (m+) and on
+scraps (m-), and 0 where the two differ by less than .02; its shares are v_kc ~ sqrt(n_kc), between a vote by size and one voice each.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import directions
 
+LEAST_GAP = 0.02
 Form = Literal["cosine", "softmax", "gate", "calibrated"]
 
 
@@ -45,7 +50,7 @@ class ExpertsPredictor(Predictor):
         self.form, self.sharpness = form, sharpness
         shape = (len(self.specs), len(self.class_names))
         self.register_buffer("votes", torch.zeros(shape) if votes is None else votes)
-        self.register_buffer("calibration", torch.zeros(shape[0], 6, shape[1]) if calibration is None else calibration)
+        self.register_buffer("calibration", torch.zeros(shape[0], 2, shape[1]) if calibration is None else calibration)
 
     votes: Tensor
     calibration: Tensor
@@ -73,15 +78,15 @@ class ExpertsPredictor(Predictor):
 
 
 def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
-    """a = clip((cos - m-) / (m+ - m-), 0, 1.2) with the client's own means on the class (m+) and on scraps (m-); 0 where they do not differ."""
-    own, scrap = table[:, None, 0], table[:, None, 2]
+    """clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 2, C] = (m+, m-); 0 where they do not differ."""
+    own, scrap = table[:, None, 0], table[:, None, 1]
     gap = own - scrap
-    said = ((cosine - scrap) / gap.clamp_min(0.02)).clamp(0, 1.2)
-    return torch.where(gap < 0.02, 0.0, said)
+    return torch.where(gap < LEAST_GAP, 0.0, ((cosine - scrap) / gap.clamp_min(LEAST_GAP)).clamp(0, 1.2))
 
 
 class ExpertsSettings(FusionSettings):
     sharpness: float = Field(16.0, gt=0, description="inverse temperature of the softmax and gate forms")
+    power: float | None = Field(None, ge=0, description="v_kc ~ n_kc ** power; default 1, and .5 for experts-calibrated")
 
 
 class Experts(Fusion):
@@ -91,6 +96,7 @@ class Experts(Fusion):
     needs = frozenset({"weights", "class_counts", "prototypes"})
     heterogeneous = True
     form: Form = "cosine"
+    power = 1.0
     settings_type = ExpertsSettings
     settings: ExpertsSettings
 
@@ -104,7 +110,7 @@ class Experts(Fusion):
                 tables.append(item.extras["calibration"])
         return ExpertsPredictor(
             [m.spec for m in parcels.manifests], parcels.class_names, networks, form=self.form, sharpness=self.settings.sharpness,
-            votes=class_votes(parcels.counts).float(), calibration=torch.stack(tables) if tables else None,
+            votes=class_votes(parcels.counts ** (self.power if self.settings.power is None else self.settings.power)).float(), calibration=torch.stack(tables) if tables else None,
         )  # fmt: skip
 
 
@@ -125,3 +131,4 @@ class ExpertsCalibrated(Experts):
     about = "experts that know what they do not know: cosines calibrated at each site"
     needs = frozenset({"weights", "class_counts", "prototypes", "calibration"})
     form: Form = "calibrated"
+    power = 0.5

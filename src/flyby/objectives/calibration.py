@@ -1,8 +1,9 @@
-"""What an expert knows about its own certainty, measured at the site on its own images: a few scalars a class.
+"""What an expert knows about its own certainty, measured at the site on its own images: two scalars a class.
 
-For every class a site holds: the mean and spread of its score on images of that class, and on scraps, inputs that are of no
-class (its own images with patches shuffled, two images mixed, noise). Whoever cannot tell a class from scraps should say nothing
-about it. No image, and nothing computed from a single image, leaves the site.
+For every class a site holds: the mean cosine between features and class direction on its own images of that class, and on scraps,
+inputs that are of no class (two of its images mixed, halves of two joined, patches shuffled). Whoever cannot tell a class from
+scraps should say nothing about it. No image, and nothing computed from a single image, leaves the site. Which scraps serve best
+was chosen on validation images held out of the training data (docs/experts.md has the table).
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from flyby.models.heads import directions
 from flyby.rng import generator
 
 PER_CLASS = 200
-# Rows of the `calibration` tensor [len(ROWS), C]; 0 where a class is not held.
-ROWS = ("own_mean", "own_std", "scrap_mean", "scrap_std", "other_mean", "other_std")
+OWN, SCRAP = 0, 1  # rows of the `calibration` tensor [2, C]; 0 where a class is not held
 
 
 @torch.no_grad()
@@ -30,25 +30,30 @@ def cosines(network: Network, images: Tensor) -> Tensor:
 
 
 def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
-    """Inputs of no class, three for every image given: patches shuffled, a mean with another image upside down, noise."""
-    n, height, width, channels = images.shape
-    tall, wide = max(1, height // 4), max(1, width // 4)
-    rows, columns = height // tall, width // wide
-    cut = images[:, : rows * tall, : columns * wide].reshape(n, rows, tall, columns, wide, channels)
-    cut = cut.permute(0, 1, 3, 2, 4, 5).reshape(n, rows * columns, tall, wide, channels)
-    order = torch.rand(n, rows * columns, generator=rng).argsort(1).to(images.device)
-    cut = cut[torch.arange(n, device=images.device)[:, None], order].reshape(n, rows, columns, tall, wide, channels)
-    shuffled = images.clone()
-    shuffled[:, : rows * tall, : columns * wide] = cut.permute(0, 1, 3, 2, 4, 5).reshape(n, rows * tall, columns * wide, channels)
-    other = images[torch.randperm(n, generator=rng).to(images.device)].flip(1)
+    """Inputs of no class, three for every image: its mean with another, its left half beside another's right, its patches shuffled."""
+    n, height, width = images.shape[:3]
+    other = images[torch.randperm(n, generator=rng).to(images.device)]
     mixed = ((images.short() + other.short()) // 2).to(torch.uint8)
-    noise = torch.randint(0, 256, images.shape, generator=rng, dtype=torch.uint8).to(images.device)
-    return torch.cat((shuffled, mixed, noise))
+    joined = torch.cat((images[:, :, : width // 2], other[:, :, width // 2 :]), dim=2)
+    return torch.cat((mixed, joined, shuffle_patches(images, max(1, height // 4), max(1, width // 4), rng)))
+
+
+def shuffle_patches(images: Tensor, tall: int, wide: int, rng: torch.Generator) -> Tensor:
+    """Every image with its ``tall`` x ``wide`` patches in an order of its own; a remainder at the edges stays in place."""
+    n, height, width, channels = images.shape
+    rows, columns = height // tall, width // wide
+    grid = images[:, : rows * tall, : columns * wide].reshape(n, rows, tall, columns, wide, channels)
+    patches = grid.permute(0, 1, 3, 2, 4, 5).reshape(n, rows * columns, tall, wide, channels)
+    order = torch.rand(n, rows * columns, generator=rng).argsort(1).to(images.device)
+    patches = patches[torch.arange(n, device=images.device)[:, None], order].reshape(n, rows, columns, tall, wide, channels)
+    shuffled = images.clone()
+    shuffled[:, : rows * tall, : columns * wide] = patches.permute(0, 1, 3, 2, 4, 5).reshape(n, rows * tall, columns * wide, channels)
+    return shuffled
 
 
 @torch.no_grad()
 def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
-    """The ``calibration`` extra: statistics of the cosine of each held class on own, other and no class's images."""
+    """The ``calibration`` extra [2, C]: each held class's mean cosine on the site's own images of it, and on scraps."""
     device = next(network.parameters()).device
     rng = generator(seed, site.id, "calibration")
     labels = site.train.labels.cpu()
@@ -56,10 +61,8 @@ def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
     picked = torch.cat([(rows := (labels == c).nonzero()[:, 0])[torch.randperm(len(rows), generator=rng)[:PER_CLASS]] for c in held])
     images, labels = site.train.images[picked.to(site.train.images.device)].to(device), labels[picked].to(device)
     network.eval()
-    real, unreal = cosines(network, images), cosines(network, scraps(images, rng))
-    table = torch.zeros(len(ROWS), len(site.class_names))
+    real, unreal = cosines(network, images), cosines(network, scraps(images, rng)).mean(0)
+    table = torch.zeros(2, len(site.class_names))
     for c in held:
-        for i, values in enumerate((real[labels == c, c], unreal[:, c], real[labels != c, c])):
-            if len(values):
-                table[2 * i, c], table[2 * i + 1, c] = values.mean(), values.std(correction=0)
+        table[OWN, c], table[SCRAP, c] = real[labels == c, c].mean(), unreal[c]
     return {"calibration": table}

@@ -17,7 +17,7 @@ from flyby.fusion import Fusion
 from flyby.methods import check_pair, fusion_named, method_named, objective_named
 from flyby.models import ModelSpec
 from flyby.settings import build, parse_assignment
-from flyby.training import TrainSettings
+from flyby.training import Counts, TrainSettings
 
 
 class ModelSettings(BaseModel):
@@ -49,12 +49,14 @@ class RunConfig(BaseModel):
     views: dict[str, Any] = Field(default_factory=dict)
     fusion: dict[str, Any] = Field(default_factory=dict)
     codec: str = "fp32"
+    counts: Counts = Field("exact", description="what a site tells about its classes: exact, noisy (Laplace, epsilon) or binary counts")
+    epsilon: float = Field(1.0, gt=0)
     proxy: str | None = None
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
 
 
 SECTIONS: dict[str, type[BaseModel]] = {"data": DataSettings, "split": SplitSettings, "model": ModelSettings}
-TOP = ("codec", "proxy", "locals")
+TOP = ("codec", "counts", "epsilon", "proxy", "locals")
 
 
 def make_config(
@@ -143,8 +145,7 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     if rule is not None:
         kind = fusion_named(rule)
         check_pair(objective, kind)
-        own = method.fusion_settings if rule == method.fusion else {}
-        fusion = kind(build(kind.settings_type, {**own, **config.fusion}, "fusion"))
+        fusion = kind(build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion"))
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
@@ -156,7 +157,7 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     views = build(type(views), {**views.model_dump(), **config.views}, "views")
     recipe = Recipe(
         spec=objective.adapt_spec(spec, settings), objective=objective.name, objective_settings=settings.model_dump(mode="json"),
-        train=train, views=views, seed=config.seed, codec=config.codec,
+        train=train, views=views, seed=config.seed, codec=config.codec, counts=config.counts, epsilon=config.epsilon,
     )  # fmt: skip
     recipe.spec.skeleton()
     return Plan(config, recipe, fusion)

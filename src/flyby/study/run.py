@@ -76,6 +76,7 @@ def run(
         loaded = time.perf_counter()
 
         jobs = uploads(todo, split, out, device, store)
+        _sweep(out, jobs[0].folder)
         missing = [job for job in jobs if not job.done()]
         with Progress(f"training {config.method}", todo.recipe.train.epochs, len(missing), quiet) as bar:
             engine_named(engine)(missing, bar.on_epoch)
@@ -129,14 +130,20 @@ def _already(config: RunConfig, out: Path, resume: bool) -> bool:
 def check_names(names: Iterable[str]) -> None:
     """A site's name stands in file names and parcels; one that cannot is refused before any training."""
     for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:@+-]{0,127}", name):
-            raise BadInput(f"a site cannot be called {name!r}; use letters, digits and . _ : @ + - without spaces, at most 128")
+        if not re.fullmatch(r"(?!\.)[A-Za-z0-9._:@+-]{1,128}", name):
+            raise BadInput(f"a site cannot be called {name!r}; use at most 128 letters, digits and . _ : @ + -, and no dot first")
 
 
 def _same_split(split: Split, out: Path) -> None:
     """What was trained before an interruption belongs to the split of that time."""
     if (out / "split.json").exists() and Split.load(out / "split.json").hash != split.hash:
         raise BadInput(f"the data changed since the run in {out} began; name a new folder with --out")
+
+
+def _sweep(*folders: Path) -> None:
+    """Take away the half-written files that a killed process left; the folder's lock is held, so nobody is writing them."""
+    for path in [path for folder in folders for path in folder.glob(".*.part")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager

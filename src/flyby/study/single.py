@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,13 +36,21 @@ def train_parcel(config: RunConfig, out: Path, site_id: str, *, device: str = "a
     objective = kind(build(kind.settings_type, recipe.objective_settings, "objective"))
     key = recipe.key(bundle.train.digest)
     work = out.parent / f".{out.name}.{key}"  # keyed by the settings: a changed command does not pick up another's checkpoint
-    with Progress(f"training {site_id}", recipe.train.epochs, 1, quiet) as bar:
-        trained = train_site(
-            site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
-            codec=recipe.codec, device=pick_device(device), folder=work, on_epoch=bar.on_epoch, provenance={"key": key},
-        )  # fmt: skip
-    written = parcel.write(trained.parcel, out)
-    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot write {out}: {error.strerror}; name another place with --out") from None
+    try:
+        with Progress(f"training {site_id}", recipe.train.epochs, 1, quiet) as bar:
+            trained = train_site(
+                site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
+                codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, device=pick_device(device), folder=work, on_epoch=bar.on_epoch, provenance={"key": key},
+            )  # fmt: skip
+        written = parcel.write(trained.parcel, out)
+        shutil.rmtree(work, ignore_errors=True)
+    finally:
+        with contextlib.suppress(OSError):
+            work.rmdir()  # it stays where it holds a checkpoint to go on from
     return trained.parcel.manifest, written
 
 
