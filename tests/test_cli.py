@@ -18,7 +18,9 @@ from helpers_cli import Answer, call, done, execute, make_stripes, one_line, res
 from helpers_data import encode, make_images, make_npz, make_tree
 
 SPEC = ModelSpec(name="mlp", classes=3, channels=1, size=(8, 8), widths={"fc1": 4, "fc2": 3})
-TINY = ("--model", "mlp", "--epochs", 2, "--engine", "inline", "--device", "cpu", "--quiet")
+TINY = ("--method", "fedavg", "--model", "mlp", "--epochs", 2, "--engine", "inline", "--device", "cpu", "--quiet")
+
+PLAIN = ("--method", "fedavg", "--model", "mlp", "--epochs", 1)
 
 
 def made(sender: str = "site-a", spec: ModelSpec = SPEC, names: tuple[str, ...] = ("rows", "columns", "checks")) -> parcel.Parcel:
@@ -122,14 +124,13 @@ def test_predict_names_a_class_for_every_image(shelf: Path) -> None:
 
 def test_train_and_fuse_answer_with_facts(shelf: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        words = ("train", "--data", shelf / "stripes.npz", "--out", tmp_path / f"{name}.parcel", "--model", "mlp", "--epochs", 1, "--quiet")
+        words = ("train", "--data", shelf / "stripes.npz", "--out", tmp_path / f"{name}.parcel", *PLAIN, "--quiet")
         facts = done(*words, "--json").json
         assert facts["sender"] == name
         assert (facts["samples"], facts["counts"]) == (240, [80, 80, 80])
         assert facts["bytes"] == (tmp_path / f"{name}.parcel").stat().st_size
-    assert done("train", "--data", shelf / "stripes.npz", "--out", tmp_path / "c.parcel", "--model", "mlp", "--epochs", 1).out.startswith(
-        f"{tmp_path / 'c.parcel'}: "
-    )
+    answer = done("train", "--data", shelf / "stripes.npz", "--out", tmp_path / "c.parcel", *PLAIN)
+    assert answer.out.startswith(f"{tmp_path / 'c.parcel'}: ")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parcel", "b.parcel", "c.parcel"]  # no working folder is left
     both = (tmp_path / "a.parcel", tmp_path / "b.parcel")
     facts = done("fuse", *both, "--fusion", "ensemble", "--set", "weights=size", "--out", tmp_path / "e", "--no-export", "--json").json
@@ -373,7 +374,9 @@ MIXED: dict[str, tuple[parcel.Parcel, tuple[object, ...], str]] = {
 def test_parcels_that_do_not_fit_are_one_line(case: str, shelf: Path, tmp_path: Path) -> None:
     other, words, said = MIXED[case]
     parcel.write(other, tmp_path / "other.parcel")
-    assert said in one_line(call("fuse", shelf / "good.parcel", tmp_path / "other.parcel", *words, "--out", tmp_path / "out"))
+    assert said in one_line(
+        call("fuse", shelf / "good.parcel", tmp_path / "other.parcel", "--fusion", "fedavg", *words, "--out", tmp_path / "out")
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["other.parcel"]
 
 

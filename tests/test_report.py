@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from flyby.errors import BadInput
 from flyby.study import figures
-from flyby.study.report import RunData, _natural, _size, build_html, write_report
+from flyby.study.page import natural, size
+from flyby.study.report import RunData, build_html, write_report
 
 SITES = ("site-0", "site-1", "site-2")
 CLASSES = ("cat", "dog", "<script>alert(1)</script>", "$x_")
@@ -198,6 +199,21 @@ def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     assert "script-src" not in policy
 
 
+def test_an_extra_section_may_carry_a_drawing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    svg = figures.run_bars("mine", "Two <rules> compared", ["a", "b"], [10.0, 20.0])
+    sections = [{"title": "Rules", "text": "Both rules.", "svg": svg}, {"title": "No drawing", "text": "Words.", "svg": None}]
+    (folder / "extra.json").write_text(json.dumps(sections))
+    text = write_report(folder).read_text()
+    assert text.count(svg) == 1
+    page = Page(text)
+    drawings = [attrs for tag, attrs in page.tags if tag == "svg"]
+    assert len(drawings) == 4  # holdings, classes, training, ours
+    assert drawings[-1]["aria-label"] == "Two <rules> compared"
+    ids = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
+    assert len(ids) == len(set(ids))
+
+
 def test_command_is_kept_word_for_word_and_indices_stay_out(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path / "run")).read_text()
     assert "--data &quot;my  data&quot;" in text
@@ -326,14 +342,14 @@ def test_small_grid_prints_every_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(None, "–"), (0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (999_600, "1,000 kB"), (44_700_000, "44.7 MB")]
+    ("total", "text"), [(None, "–"), (0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (999_600, "1,000 kB"), (44_700_000, "44.7 MB")]
 )
-def test_sizes(size: float | None, text: str) -> None:
-    assert _size(size) == text
+def test_sizes(total: float | None, text: str) -> None:
+    assert size(total) == text
 
 
 def test_natural_order() -> None:
-    assert sorted(["site-10", "b", "10", "site-2", "site-2b", "9"], key=_natural) == ["9", "10", "b", "site-2", "site-2b", "site-10"]
+    assert sorted(["site-10", "b", "10", "site-2", "site-2b", "9"], key=natural) == ["9", "10", "b", "site-2", "site-2b", "site-10"]
 
 
 @settings(max_examples=12, deadline=None)

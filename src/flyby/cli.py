@@ -308,3 +308,34 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder, or a folde
 
     path = write_report(folder)
     _say({"report": str(path)}, as_json, f"report: {path}")
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="A study of the folder studies/, or a path to a .yaml.")],
+    data_root: Annotated[Path | None, typer.Option(help="Folder in which the named datasets lie.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the rows and tables.")] = Path("results"),
+    work: Annotated[Path, typer.Option(help="Folder for uploads and runs; may be deleted afterwards.")] = Path("runs/study"),
+    limit: Annotated[float | None, typer.Option(help="Begin no cell that would likely end after this many seconds.")] = None,
+    merge: Annotated[list[Path] | None, typer.Option(help="Bring in rows of another machine first (repeatable).")] = None,
+    render: Annotated[bool, typer.Option("--render", help="Run nothing; only write the table.")] = False,
+    engine: Annotated[str | None, typer.Option(help="inline or processes.")] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """A grid of runs: finished cells are never redone, uploads are shared by all server rules, the table has published values beside ours."""
+    from flyby.study.grid import merge as merge_rows
+    from flyby.study.grid import read_study, run_study
+    from flyby.study.tables import write_table
+
+    name, grid = read_study(name)
+    if merge:
+        merge_rows(results / f"{name}.jsonl", merge)
+    done, left = (
+        (0, 0)
+        if render
+        else run_study(name, grid, results, work, data_root=data_root, engine=engine, device=device, limit=limit, quiet=quiet)
+    )
+    table = write_table(name, grid, results)
+    _say({"done": done, "left": left, "table": str(table)}, as_json, f"{done} cells done, {left} left; table: {table}")

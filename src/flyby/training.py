@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby import __version__, parcel
-from flyby.checkpoint import TrainingState, save_checkpoint
+from flyby.checkpoint import TrainingState
 from flyby.data.site import Part, Site
 from flyby.data.views import ViewSettings, augment
 from flyby.errors import BadInput, Diverged
@@ -107,6 +107,23 @@ def train_site(
     state = TrainingState(folder / f"{site.id}.ckpt" if folder else None, identity, model, optimizer, objective)
     state.restore()
 
+    def pack(epoch: int) -> parcel.Parcel:
+        """The network as it stands, as this site would send it."""
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # a compiled backbone serves training; other batch shapes are not worth a compilation
+            extras, meta = objective.extras(model.eval(), site, seed)
+        return parcel.make(
+            sender=site.id, method=method or objective.name, spec=spec, class_names=site.class_names, samples=len(site.train), codec=codec,
+            weights={name: t.detach().cpu() for name, t in model.state_dict().items()}, extras={name: t.detach().cpu() for name, t in extras.items()},
+            counts=shared_counts(site, counts, epsilon, seed), counts_kind=counts, meta={"epochs": state.epoch, "best_epoch": epoch, **meta},
+            provenance={
+                "objective": {"name": objective.name, **objective.settings.model_dump(mode="json")}, "seed": seed,
+                "train": {**settings.model_dump(mode="json"), "batch": batch}, "views": views.model_dump(mode="json"),
+                "versions": {"flyby": __version__, "torch": torch.__version__.split("+")[0]}, **(provenance or {}),
+            },
+        )  # fmt: skip
+
     started, last_saved = time.perf_counter(), time.perf_counter()
     with state:  # whatever ends the loop early, the state after the last whole epoch is saved
         while state.epoch < settings.epochs and not state.stopped:
@@ -131,10 +148,10 @@ def train_site(
             row: Row = {"site": site.id, "epoch": epoch, **means, "lr": lr}
             row |= {name: float(value) for name, value in objective.epoch_state(model).items()}
             if len(val):
-                row |= evaluate_part(model, spec, val, settings, device)
-            bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)] + (
-                [] if finite(model) else ["the weights"]
-            )
+                with torch.compiler.set_stance("force_eager"):
+                    row |= evaluate_part(model, spec, val, settings, device)
+            bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+            bad += [] if finite(model) else ["the weights"]
             if bad:
                 raise Diverged(
                     f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; the state after epoch {state.epoch} is kept. "
@@ -143,11 +160,7 @@ def train_site(
             row["samples_per_second"] = round(len(train) / (time.perf_counter() - tick), 1)
             state.advance(row, settings.patience)
             if folder and settings.snapshots and epoch % settings.snapshots == 0:
-                save_checkpoint(
-                    folder / "snapshots" / f"{site.id}-{epoch:05d}.safetensors",
-                    dict(model.state_dict()),
-                    {"epoch": epoch, "spec": spec.model_dump(mode="json")},
-                )
+                parcel.write(pack(epoch), folder / "snapshots" / f"{epoch:05d}" / f"{site.id}.parcel")
             if time.perf_counter() - last_saved > CHECKPOINT_SECONDS:
                 state.save()
                 last_saved = time.perf_counter()
@@ -155,30 +168,7 @@ def train_site(
                 on_epoch(row)
 
     state.use_best()
-    model.eval()
-    extras, meta = objective.extras(model, site, seed)
-    made = parcel.make(
-        sender=site.id,
-        method=method or objective.name,
-        spec=spec,
-        class_names=site.class_names,
-        weights={name: t.detach().cpu() for name, t in model.state_dict().items()},
-        samples=len(site.train),
-        counts=shared_counts(site, counts, epsilon, seed),
-        counts_kind=counts,
-        extras={name: t.detach().cpu() for name, t in extras.items()},
-        codec=codec,
-        meta={"epochs": state.epoch, "best_epoch": state.best_epoch or state.epoch, **meta},
-        provenance={
-            "objective": {"name": objective.name, **objective.settings.model_dump(mode="json")},
-            "train": {**settings.model_dump(mode="json"), "batch": batch},
-            "views": views.model_dump(mode="json"),
-            "seed": seed,
-            "versions": {"flyby": __version__, "torch": torch.__version__.split("+")[0]},
-            **(provenance or {}),
-        },
-    )
-    return Trained(made, state.rows, time.perf_counter() - started)
+    return Trained(pack(state.best_epoch or state.epoch), state.rows, time.perf_counter() - started)
 
 
 def one_epoch(

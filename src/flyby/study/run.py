@@ -33,9 +33,12 @@ from flyby.fusion import Inbox, Predictor, save_predictor
 from flyby.fusion.predictor import Single
 from flyby.ledger import Ledger
 from flyby.study.config import Plan, RunConfig, pick_device, plan
+from flyby.study.metrics import consistency
 from flyby.study.progress import Progress
 
 SERVER = "server"
+PROBE = 512  # images on which clients' features are compared
+MANY = 20  # more clients than this are not compared pair by pair
 
 
 def run(
@@ -48,14 +51,16 @@ def run(
     command: str = "",
     quiet: bool = False,
     store: Path | None = None,
+    brief: bool = False,
 ) -> dict[str, Any]:
-    """Do one run in folder ``out`` and return its result. ``store`` is a folder of uploads shared between runs."""
+    """Do one run in folder ``out`` and return its result. ``store`` is a folder of uploads shared between runs;
+    ``brief`` leaves out the report and the deployable folder, for the many cells of a study."""
     from flyby.study.report import write_report
 
     with locked(out):
         if _already(config, out, resume):
             result: dict[str, Any] = read_json(out / "result.json")
-            if not (out / "report.html").exists():  # it was stopped in the very last step
+            if not brief and not (out / "report.html").exists():  # it was stopped in the very last step
                 write_report(out)
             return result
         device = pick_device(device)
@@ -92,11 +97,12 @@ def run(
         predictor = None
         if todo.fusion:
             predictor = todo.fusion.fuse(Inbox(paths), proxy=_proxy(config, bundle), seed=config.seed, device=device)
-            save_predictor(
-                predictor, out / "global", {"method": config.method, "fusion": todo.fusion.name, "sites": len(paths)}, export=False
-            )
+            if not brief:
+                card = {"method": config.method, "fusion": todo.fusion.name, "sites": len(paths)}
+                save_predictor(predictor, out / "global", card, export=False)
         fused = time.perf_counter()
         judged = judge(predictor, paths, bundle, split, device, config.locals)
+        judged |= looked_into(todo, jobs, paths, bundle, split, device)
         ended = time.perf_counter()
         timings = {"load": loaded - started, "train": trained - loaded, "fuse": fused - trained, "evaluate": ended - fused}
         result = {
@@ -106,7 +112,8 @@ def run(
             "peak_memory_mb": round(peak_memory_mb(), 1), "seed": config.seed, "versions": versions(), "hardware": hardware(device), "command": command,
         }  # fmt: skip
         write_json(out / "result.json", result)
-        write_report(out)
+        if not brief:
+            write_report(out)
         return result
 
 
@@ -254,6 +261,27 @@ def judge(
         judged |= {"accuracy": common[0]}
     judged |= {"per_client": own, "per_class": dict(zip(bundle.test.class_names, by_class, strict=True))}
     return judged | ({"local_accuracy": alone} if alone else {})
+
+
+def looked_into(todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBundle, split: Split, device: str) -> dict[str, Any]:
+    """How alike the clients became, and what fusing their snapshots would have given: offline, with nothing in the ledger."""
+    assert bundle.test is not None
+    probe = part_of(bundle.test, range(min(PROBE, len(bundle.test)))).images
+    found: dict[str, Any] = {}
+    kept = jobs[0].folder / "consistency.json"  # a fact about the uploads: rules that share them share it
+    if len(paths) <= MANY and not kept.exists():
+        write_json(kept, consistency([parcel.read(path) for path in paths], probe, todo.config.seed, device))
+    if kept.exists():
+        found["consistency"] = read_json(kept)
+    snapshots = sorted((jobs[0].folder / "snapshots").glob("[0-9]*")) if todo.fusion and todo.recipe.train.snapshots else []
+    if snapshots:
+        test = part_of(bundle.test)
+        found["checkpoints"] = []
+        for folder in snapshots:
+            assert todo.fusion is not None
+            predictor = todo.fusion.fuse(Inbox(sorted(folder.glob("*.parcel"))), seed=todo.config.seed, device=device)
+            found["checkpoints"].append({"epoch": int(folder.name), "accuracy": _scored(predictor, test, bundle.test.classes, device)[0]})
+    return found
 
 
 def _scored(predictor: Predictor, part: Part, classes: int, device: str) -> tuple[float, list[float | None]]:

@@ -1,0 +1,201 @@
+"""``flyby study``: a grid of runs as a typed value. Cells are keyed by a hash of their full configuration: finished ones are never
+redone, uploads are shared by all server rules, and rows from several machines merge by concatenation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flyby.errors import BadInput, FlybyError
+from flyby.files import digest, write_text
+from flyby.settings import build
+from flyby.study.config import RunConfig, make_config
+from flyby.study.run import run
+
+
+class Study(BaseModel):
+    """The axes of a grid. A fusion is a rule's name, with settings after a colon: ``iffi:prototypes=counts``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    note: str = ""
+    data: list[str] = ["digits"]
+    methods: list[str]
+    fusions: list[str] = Field(default=[], description="server rules for every method; empty: each method's own")
+    alphas: list[float] = [0.1]
+    splits: list[str] = ["dirichlet"]
+    seeds: list[int] = [0]
+    clients: list[int] = [5]
+    epochs: int | None = None
+    model: str | None = None
+    settings: list[str] = Field(default=[], description="as --set on the command line, for every cell")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row to be: a configuration, its key, and how it is called in tables."""
+
+    config: RunConfig
+    key: str
+    data: str
+    rule: str
+
+
+def read_study(name: str) -> tuple[str, Study]:
+    """A study by path, or by name from the folder ``studies/``."""
+    import yaml
+
+    path = Path(name) if Path(name).is_file() else Path("studies") / f"{name}.yaml"
+    if not path.is_file():
+        there = sorted(p.stem for p in Path("studies").glob("*.yaml") if p.stem != "published")
+        raise BadInput(f"there is no study {name!r}; {'known: ' + ', '.join(there) if there else 'name a .yaml file'}")
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise BadInput(f"{path} must hold a mapping of settings")
+    return path.stem, build(Study, raw, path.name)
+
+
+def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
+    """All cells, seeds outermost: breadth before repetition. Keys do not depend on where the data lies."""
+    axes = itertools.product(study.seeds, study.data, study.splits, study.clients, study.alphas, study.methods)
+    for seed, data, split, clients, alpha, method in axes:
+        for rule in study.fusions or [""]:
+            name, _, settings = rule.partition(":")
+            chosen = [*study.settings, *(f"fusion.{s}" for s in settings.split(",") if s)]
+            words: dict[str, Any] = {
+                "seed": seed,
+                "model": study.model,
+                "epochs": study.epochs,
+                "fusion": name or None,
+                "assignments": chosen,
+            }
+            shape = {"name": split, "clients": clients, "alpha": alpha}
+            place = str(data_root / data) if data_root is not None and (data_root / data).exists() else data
+            logical = make_config(method, data={"name": data}, split=shape, **words)
+            key = digest(json.loads(logical.model_dump_json(exclude={"locals"})))
+            yield Cell(make_config(method, data={"name": place}, split=shape, **words), key, data, rule or "own")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a results file; a line cut off by a crash at the end is ignored, later rows of one key win."""
+    rows: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+            rows[row["key"]] = row
+        except (ValueError, KeyError, TypeError):
+            continue
+    return list(rows.values())
+
+
+def merge(target: Path, sources: list[Path]) -> int:
+    """Bring rows from other machines into ``target``; returns how many are new. Equal keys with different split hashes are refused."""
+    mine = {row["key"]: row for row in read_rows(target)}
+    before = len(mine)
+    for source in sources:
+        for row in read_rows(source):
+            old = mine.setdefault(row["key"], row)
+            if old["split_hash"] != row["split_hash"]:
+                raise BadInput(f"{source} and {target} disagree on the split of cell {row['key']}: the data differs; keep them apart")
+    write_text(target, "".join(json.dumps(row) + "\n" for row in mine.values()))
+    return len(mine) - before
+
+
+def run_study(
+    name: str,
+    study: Study,
+    results: Path,
+    work: Path,
+    *,
+    data_root: Path | None = None,
+    engine: str | None = None,
+    device: str = "auto",
+    limit: float | None = None,
+    quiet: bool = False,
+) -> tuple[int, int]:
+    """Do what is missing, a row appended as each cell ends; stops before a cell that would likely end after ``limit`` seconds.
+
+    Returns (rows done now, rows still missing).
+    """
+    path = results / f"{name}.jsonl"
+    have = {row["key"] for row in read_rows(path)}
+    todo = [cell for cell in cells(study, data_root) if cell.key not in have]
+    started, longest, done = time.perf_counter(), 0.0, 0
+    for cell in todo:
+        began = time.perf_counter()
+        if limit is not None and began - started + longest > limit:
+            break
+        try:
+            result = run(
+                cell.config,
+                work / "runs" / cell.key,
+                store=work / "uploads",
+                resume=True,
+                quiet=quiet,
+                engine=engine,
+                device=device,
+                brief=True,
+            )
+        except FlybyError as error:
+            if error.exit_code != 3:
+                raise
+            result = {"accuracy": None, "diverged": str(error), "split_hash": "", "seconds": time.perf_counter() - began}
+        spent = time.perf_counter() - began
+        longest, done = max(longest, spent), done + 1
+        append(path, row_of(name, cell, result))
+        if not quiet:
+            shown = "diverged" if result["accuracy"] is None else f"{result['accuracy']:.4f}"
+            print(
+                f"{cell.config.method} / {cell.rule} / {cell.data} a={cell.config.split.alpha:g} seed {cell.config.seed}: {shown} ({spent:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+    return done, len(todo) - done
+
+
+def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "accuracy",
+        "split_hash",
+        "seconds",
+        "timings",
+        "trained",
+        "model",
+        "epochs",
+        "clients",
+        "uploads",
+        "bytes_up",
+        "consistency",
+        "hardware",
+        "versions",
+        "diverged",
+    )
+    own = result.get("per_client")
+    return {
+        "key": cell.key, "study": name, "method": cell.config.method, "fusion": cell.rule, "data": cell.data, "split": cell.config.split.name,
+        "alpha": cell.config.split.alpha, "seed": cell.config.seed, **{k: result[k] for k in kept if k in result},
+        "own_accuracy": sum(own.values()) / len(own) if own else None, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """One line, flushed to disk: a crash loses at most the line being written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
