@@ -70,9 +70,14 @@ def start(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT, process: subprocess.Popen[str] | None = None) -> None:
+    """Poll until something holds; a process that ends before it does, or that is waited for too long, does not stay behind."""
     limit = time.monotonic() + seconds
     while not condition():
+        if process is not None and (process.poll() is not None or time.monotonic() >= limit):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"no {what} was seen before the process ended with {process.wait()}: {process.communicate()}")
         assert time.monotonic() < limit, f"waited {seconds:g} s for {what}"
         time.sleep(0.005)
 

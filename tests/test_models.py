@@ -413,6 +413,28 @@ def test_bad_specs_say_what_is_wrong_in_one_line(changes: dict[str, Any], messag
     assert "\n" not in str(caught.value)
 
 
+HUGE = "x" * (15 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": HUGE}, "name is 'xxxxxxxxxxxx...xxxxxxxxxxxxx': String should have at most 64 characters"),
+        ({"head": HUGE}, "head is 'xxxxxxxxxxxx...xxxxxxxxxxxxx': String should have at most 64 characters"),
+        ({"widths": {HUGE: 3}}, "String should have at most 64 characters"),
+        ({HUGE: 3}, f"unknown model spec key '{'x' * 64}'; known: "),
+    ],
+    ids=["name", "head", "widths", "key"],
+)
+def test_a_name_of_megabytes_is_refused_quickly_and_in_a_short_sentence(changes: dict[str, Any], message: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(BadInput) as caught:
+        a_spec(**changes)
+    assert time.perf_counter() - started < 0.7  # looking for its nearest kin took twice as long
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
 def test_from_dict_refuses_what_is_not_a_spec() -> None:
     with pytest.raises(BadInput, match="the model spec's content is"):
         ModelSpec.from_dict(["mlp"])  # type: ignore[arg-type]

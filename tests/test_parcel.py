@@ -462,7 +462,7 @@ def test_an_honest_forgery_is_read() -> None:
         (lambda f: f.manifest["spec"].update(size=[10**9, 1]), Corrupt, "size"),
         (lambda f: f.manifest["spec"].update(classes=3), Corrupt, "2 class names for a model of 3"),
         (lambda f: f.manifest.update(spec=f.manifest["spec"] | {"classes": 3}, class_names=["a", "b", "c"], counts=None), WrongShape, "model has"),
-        (lambda f: f.manifest["spec"]["widths"].update(fc1=65536), WrongShape, "where its model has"),
+        (lambda f: f.manifest["spec"].update(widths={"fc1": 65536}), WrongShape, "where its model has"),
         (lambda f: f.manifest.update(codec="fp17"), ParcelError, "unknown codec 'fp17'"),
         (lambda f: f.manifest.update(codec="int8"), WrongShape, "backbone"),
         (lambda f: f.manifest.update(extras=[]), WrongShape, "names the extras"),

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
-import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flyby import parcel
 from flyby.checkpoint import load_checkpoint
 from flyby.data.splits import Split
+from flyby.errors import BadInput
+from flyby.fusion import FUSIONS, Fusion
+from flyby.methods import check_pair
+from flyby.objectives import OBJECTIVES
+from flyby.study.progress import Progress
 from flyby.study.run import locked
 from helpers_cli import (
     call,
@@ -165,6 +172,44 @@ def test_broken_images_are_noted(tmp_path: Path) -> None:
     make_parquet(tmp_path / "data", "train", rows, labels, NAMES)
     loud = [word for word in words(tmp_path / "data", tmp_path / "out", "--epochs", 1) if word != "--quiet"]
     assert "1 broken image(s) skipped" in done(*loud).err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_silent_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"site": "site-3", "epoch": 2, "loss": 0.5, "samples_per_second": 1234.0}
+    for quiet in (False, True):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        with Progress("training fedavg", epochs=2, sites=1, quiet=quiet) as bar:
+            bar.on_epoch(row | {"epoch": 1})
+            bar.on_epoch(row)
+        assert bar.done == 2
+        assert ("training fedavg" in screen.getvalue()) is not quiet
+
+
+def test_a_rule_that_asks_for_more_than_the_sites_send_is_refused_before_training() -> None:
+    class Needy(Fusion):
+        name = "needy"
+        needs = frozenset({"weights", "horoscopes"})
+
+        def fuse(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    check_pair(OBJECTIVES["supervised"], FUSIONS["fedavg"])
+    with pytest.raises(
+        BadInput, match=r"'needy' needs horoscopes, which objective 'supervised' does not provide.*fit 'supervised': .*fedavg"
+    ):
+        check_pair(OBJECTIVES["supervised"], Needy)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path) -> None:
+    assert "use --device cpu" in one_line(call(*words(data, tmp_path / "out", "--device", "cuda")))
+    assert not (tmp_path / "out").exists()
 
 
 # -- comparisons ------------------------------------------------------------------------------------------------------------------------
@@ -325,15 +370,15 @@ def test_three_processes_do_what_one_run_does(tmp_path: Path) -> None:
 
 def test_an_interrupted_site_goes_on_with_the_same_command(data: Path, tmp_path: Path) -> None:
     def train(out: Path) -> tuple[object, ...]:
-        setting = ("--set", "train.snapshots=5", "--set", "model.width=0.25", "--device", "cpu", "--quiet")
+        setting = ("--set", "train.snapshots=20", "--set", "model.width=0.25", "--device", "cpu", "--quiet")
         return ("train", "--data", data, "--model", "cnn-small", "--epochs", 60, "--site", "north", "--out", out, *setting)
 
     done(*train(tmp_path / "whole.parcel"))
     process = start(*train(tmp_path / "cut.parcel"))
-    wait_for(lambda: any(tmp_path.glob(".cut.parcel.*/snapshots/*")), "five epochs")
+    wait_for(lambda: any(tmp_path.glob(".cut.parcel.*/snapshots/*/north.parcel")), "snapshot", process=process)
     assert one_line(finish(process, signal.SIGINT), code=130) == "interrupted; the same command goes on from here"
     (kept,) = tmp_path.glob(".cut.parcel.*/north.ckpt")
-    assert 5 <= load_checkpoint(kept)[1]["epoch"] < 60
+    assert 20 <= load_checkpoint(kept)[1]["epoch"] < 60
     assert not (tmp_path / "cut.parcel").exists()
     done(*train(tmp_path / "cut.parcel"))
     assert (tmp_path / "cut.parcel").read_bytes() == (tmp_path / "whole.parcel").read_bytes()
@@ -346,8 +391,8 @@ def test_an_interrupted_site_goes_on_with_the_same_command(data: Path, tmp_path:
 def long_words(data: Path, out: Path, engine: str) -> tuple[object, ...]:
     """Long enough to be caught in the middle; snapshots show from outside how far it is. AURORA has most to remember: parameters
     and buffers of its own."""
-    setting = ("--set", "model.width=0.25", "--set", "train.snapshots=4")
-    return words(data, out, "--method", "aurora", "--model", "cnn-small", "--epochs", 40, "--engine", engine, *setting)
+    setting = ("--set", "model.width=0.25", "--set", "train.snapshots=8")
+    return words(data, out, "--method", "aurora", "--model", "cnn-small", "--epochs", 24, "--engine", engine, *setting)
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +414,7 @@ def finished_later(data: Path, out: Path, engine: str, undisturbed: Path) -> Non
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {
     "the start": lambda out: (out / "config.json").exists(),
-    "the middle of a site": lambda out: any(out.glob("parcels/snapshots/*-00004.safetensors")),
+    "the middle of a site": lambda out: any(out.glob("parcels/snapshots/00008/*.parcel")),
     "one site done": lambda out: any(out.glob("parcels/*.parcel")),
     "all sites done": lambda out: (out / "ledger.json").exists(),
 }
@@ -381,16 +426,16 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 def test_ctrl_c_then_resume_gives_the_same_bytes(engine: str, moment: str, data: Path, tmp_path: Path, undisturbed: Path) -> None:
     out = tmp_path / "out"
     process = start(*long_words(data, out, engine))
-    wait_for(lambda: MOMENTS[moment](out), moment)
+    wait_for(lambda: MOMENTS[moment](out), moment, process=process)
     if moment == "the start":
-        wait_for(lambda: len(members(process.pid)) >= 3, "workers that still import")
+        wait_for(lambda: len(members(process.pid)) >= 3, "workers", process=process)
     answer = finish(process, signal.SIGINT)  # to the whole group, as a terminal does it
     assert one_line(answer, code=130) == "interrupted; the same command with --resume goes on from here"
     assert answer.out == ""
     wait_for(lambda: members(process.pid) == [], "the workers to end", 10)
     if engine == "inline":
         (kept,) = (out / "parcels").glob("*.ckpt")
-        assert 4 <= load_checkpoint(kept)[1]["epoch"] < 40
+        assert 8 <= load_checkpoint(kept)[1]["epoch"] < 24
     finished_later(data, out, "inline", undisturbed)
 
 
@@ -404,7 +449,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     """SIGKILL, to the group or to the parent alone: workers that lose their parent end by themselves."""
     out = tmp_path / "out"
     process = start(*long_words(data, out, engine))
-    wait_for(lambda: MOMENTS[moment](out), moment)
+    wait_for(lambda: MOMENTS[moment](out), moment, process=process)
     assert finish(process, signal.SIGKILL, group=group).code == -signal.SIGKILL
     wait_for(lambda: members(process.pid) == [], "the workers to end", 10)
     finished_later(data, out, "inline", undisturbed)
@@ -412,12 +457,11 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 
 def test_a_kill_between_checkpoints_goes_back_to_the_last_one(data: Path, tmp_path: Path, undisturbed: Path) -> None:
     out = tmp_path / "out"
-    every_epoch = "import flyby.training, flyby.cli; flyby.training.CHECKPOINT_SECONDS = 0.0; flyby.cli.main()"
+    every_epoch = "import flyby.cli, flyby.training as t; t.CHECKPOINT_SECONDS = t.CHECKPOINT_SHARE = 0.0; flyby.cli.main()"
     told = [command()[0], "-c", every_epoch, *map(str, long_words(data, out, "inline"))]
-    process = subprocess.Popen(told, start_new_session=True)
-    wait_for(lambda: any(out.glob("parcels/snapshots/site-1-00008.safetensors")), "the second site")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert 7 <= load_checkpoint(out / "parcels" / "site-1.ckpt")[1]["epoch"] < 40
+    process = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for((out / "parcels" / "snapshots" / "00008" / "site-1.parcel").exists, "the second site", process=process)
+    finish(process, signal.SIGKILL)
+    assert 7 <= load_checkpoint(out / "parcels" / "site-1.ckpt")[1]["epoch"] < 24
     (out / "parcels" / ".site-1.ckpt.x.part").write_text("half")
     finished_later(data, out, "inline", undisturbed)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flyby import parcel
@@ -315,8 +314,8 @@ def test_patience_stops_and_keeps_the_best_weights(digits: DataBundle, tmp_path:
     assert len(losses) == best + 3 < 30
     assert result.parcel.manifest.meta["best_epoch"] == best
     assert result.parcel.manifest.meta["epochs"] == best + 3
-    kept = load_file(tmp_path / "snapshots" / f"site-0-{best:05d}.safetensors")
-    last = load_file(tmp_path / "snapshots" / f"site-0-{best + 3:05d}.safetensors")
+    kept = parcel.read(tmp_path / "snapshots" / f"{best:05d}" / "site-0.parcel").weights
+    last = parcel.read(tmp_path / "snapshots" / f"{best + 3:05d}" / "site-0.parcel").weights
     assert all(torch.equal(result.parcel.weights[name], kept[name]) for name in kept)
     assert not all(torch.equal(result.parcel.weights[name], last[name]) for name in last)
     # The second way: the loss of these weights, computed afresh.

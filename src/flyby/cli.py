@@ -85,6 +85,10 @@ def run(
     min_size: Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")] = None,
     model: Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")] = None,
     fusion: Annotated[str | None, typer.Option(help="Another server rule than the method's own.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="FOL: collection rounds.")] = None,
+    buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None,
+    top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None,
+    eval_nodes: Annotated[str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")] = None,
     engine: Annotated[str | None, typer.Option(help="inline or processes; by default what suits the machine.")] = None,
     device: Device = "auto",
     size: Size = None,
@@ -94,6 +98,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Simulate a whole federation on one machine: split, train every site, fuse, evaluate, report."""
+    from flyby.methods import method_named
     from flyby.study.compare import compare
     from flyby.study.config import make_config
     from flyby.study.run import run as run_one
@@ -101,9 +106,12 @@ def run(
     names = [name.strip() for name in method.split(",") if name.strip()]
     if not names:
         raise BadInput("name a method; `flyby methods` lists them")
+    meetings = {"rounds": rounds, "buffer": buffer, "top": top, "eval_nodes": eval_nodes}
+    if any(v is not None for v in meetings.values()) and not any(method_named(name).orient for name in names):
+        raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
     configs = {
         name: make_config(
-            name, fusion=fusion, seed=seed, data={"name": data, "size": size}, model=model, epochs=epochs, assignments=settings or (),
+            name, fusion=fusion, seed=seed, data={"name": data, "size": size}, model=model, epochs=epochs, assignments=settings or (), orient=meetings,
             split={"name": split, "clients": clients, "alpha": alpha, "min_size": min_size},
         )
         for name in names
@@ -207,6 +215,32 @@ def fuse(
         as_json,
         f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby evaluate {out} --data PATH",
     )
+
+
+@app.command()
+def orient(
+    own: Annotated[Path, typer.Option(help="This node's own .parcel.")],
+    received: Annotated[Path, typer.Option(help="The folder of parcels from nodes it met.")],
+    data: Annotated[str, typer.Option(help="This node's own images.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    method: Annotated[str, typer.Option(help="fol, fol-a, fol-n, fol-an or gossip.")] = "fol",
+    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    export: Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")] = True,
+    device: Device = "auto",
+    size: Size = None,
+    settings: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Personalise one real node's model from those it received, on its own data, with no server."""
+    from flyby.study.orient_run import orient_folder
+
+    facts = orient_folder(
+        own, received, data, out, variant=method, size=size, assignments=settings or (), seed=seed, device=device, export=export
+    )
+    for line in facts["log"]:
+        print(f"note: {line}", file=sys.stderr)
+    chosen = ", ".join(facts["chosen"]) or "none but itself"
+    _say(facts, as_json, f"{out}: {facts['node']} from {facts['used']} of {facts['received']} received models; in its ensemble: {chosen}")
 
 
 @app.command()

@@ -17,6 +17,7 @@ from flyby.fusion.predictor import Predictor
 def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str = "cpu", batch: int = 512) -> Tensor:
     """The predictor's scores [N, C] on uint8 images [N, H, W, C], computed in pieces and kept on the host."""
     predictor = predictor.eval().to(device)
+    predictor.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, batch)])
 
 

@@ -12,7 +12,8 @@ from flyby.objectives import OBJECTIVES, Objective
 
 @dataclass(frozen=True)
 class Method:
-    """A named recipe. ``fusion`` None means that nothing is exchanged: every site keeps its own model."""
+    """A named recipe. ``fusion`` None means that there is no server: every site keeps its own model, or personalises it by the
+    variant ``orient`` of FOL from those of sites it meets."""
 
     name: str
     objective: str
@@ -22,9 +23,11 @@ class Method:
     objective_settings: dict[str, Any] = field(default_factory=dict)
     fusion_settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rule
     train: dict[str, Any] = field(default_factory=dict)
+    orient: str | None = None
 
 
 FAFI = "FAFI: Zeng et al., ICML 2025"
+FOL = "FOL: Huang and Shu, ICML 2025"
 COUNTED = {"iffi": {"prototypes": "counts"}}
 # The rule for prototype clients where the user names none; docs/experts.md shows what it earned this place with. FAFI and AURORA are
 # published with `iffi`: all of them share one default here, so that a comparison of clients never compares server rules by accident.
@@ -49,6 +52,13 @@ METHODS: dict[str, Method] = {
         Method(
             "aurora-no-decouple", "aurora", BEST, "AURORA, plain coupled uncertainty weighting", "AURORA", {"weighting": "kendall"}, COUNTED
         ),
+        Method(
+            "fol", "supervised", None, "no server: neighbours' models adapted, selected and distilled into the own one", FOL, orient="fol"
+        ),
+        Method("fol-a", "supervised", None, "FOL, answering with the ensemble it distils", FOL, orient="fol-a"),
+        Method("fol-n", "supervised", None, "FOL without adapting the neighbours' models", FOL, orient="fol-n"),
+        Method("fol-an", "supervised", None, "FOL-A without adapting the neighbours' models", FOL, orient="fol-an"),
+        Method("gossip", "supervised", None, "no server: each node averages its model with those it met", FOL, orient="gossip"),
         Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", "FedETF: Li et al., ICCV 2023"),
     )
 }
@@ -94,7 +104,7 @@ def catalogue() -> list[dict[str, Any]]:
             {
                 "method": m.name, "objective": m.objective, "fusion": m.fusion, "about": m.about, "paper": m.paper,
                 "provides": sorted(objective.provides), "needs": sorted(fusion.needs) if fusion else [],
-                "exchanges": "one upload a site" if fusion else "nothing", "mixed_architectures": bool(fusion and fusion.heterogeneous),
+                "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing", "mixed_architectures": bool(fusion and fusion.heterogeneous) or bool(m.orient),
             }
         )  # fmt: skip
     return rows

@@ -1,25 +1,8 @@
 """The parcel: what a participant sends, exactly once. One file holds a small JSON manifest and a safetensors payload.
 
-========  ===================================================================================================================
-bytes     content
-========  ===================================================================================================================
-8         magic ``89 46 4c 59 42 59 0d 0a``: not text, and damaged by any transfer that rewrites line ends
-2         schema version, 1 (all numbers little-endian, unsigned)
-2         flags, 0
-4         length M of the manifest, at most 16 MiB
-4         length S of the signature block, at most 64 KiB, 0 when unsigned
-8         length P of the payload
-M         the manifest: canonical JSON (sorted keys, no spaces), UTF-8
-S         the signature block, opaque here
-P         the payload: a complete safetensors file, whose ``__metadata__`` is ``{"manifest": SHA-256 of the manifest}``
-========  ===================================================================================================================
-
-The file ends there. The manifest holds the SHA-256 of every stored tensor and the payload holds the SHA-256 of the manifest, so that a
-flipped bit anywhere before or after the signature block is noticed. Weights are stored as their codec says (``flyby.codecs``), extra
-tensors unchanged under ``extra::NAME``; tensors lie in the order of falling item size, then name.
-
-Reading treats the file as hostile: nothing in it is executed, every length is checked against the real size of the file before memory is
-taken for it, and every failure is a :class:`ParcelError` that names the file.
+The file's bytes are laid out and read in ``flyby.container``. Weights are stored as their codec says (``flyby.codecs``), extra tensors
+unchanged under ``extra::NAME``; tensors lie in the order of falling item size, then name. A reader believes nothing: the manifest is parsed
+under limits, the stored tensors must be those that the codec makes of the manifest's network, and every value must be finite.
 """
 
 from __future__ import annotations
@@ -27,77 +10,29 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import stat
-import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
-from flyby import files
-from flyby.codecs import DTYPE_NAMES, DTYPES, MAX_DIMENSIONS, MAX_EXTENT, Entry, codec, header, parse_header, parse_json
+from flyby import container, files
+from flyby.codecs import DTYPE_NAMES, MAX_DIMENSIONS, MAX_EXTENT, Entry, codec, parse_json
+from flyby.container import MAGIC, MAX_BYTES, Corrupt, NotAParcel, NotFinite, ParcelError, SchemaMismatch, TooLarge, Truncated, WrongShape
 from flyby.errors import BadInput
 from flyby.ledger import Name
 from flyby.models.networks import Network
 from flyby.models.spec import ModelSpec, Shapes
 
-MAGIC = b"\x89FLYBY\r\n"
-SCHEMA = 1
+__all__ = [
+    "Parcel", "Manifest", "TensorInfo", "make", "read", "write", "to_bytes", "from_bytes", "read_manifest", "EXTRA", "MAGIC", "MAX_BYTES",
+    "ParcelError", "NotAParcel", "Truncated", "SchemaMismatch", "Corrupt", "WrongShape", "NotFinite", "TooLarge",
+]  # fmt: skip
+
 EXTRA = "extra::"
-MAX_BYTES = 4 << 30
-MAX_JSON = 16 << 20
-MAX_SIGNATURE = 64 << 10
-
-_LENGTHS = struct.Struct("<HHIIQ")
-_HEADER = len(MAGIC) + _LENGTHS.size
-_OTHER_FILES = {
-    b"\xff\xd8\xff": "a JPEG image", b"\x89PNG": "a PNG image", b"PK\x03\x04": "a zip archive or a PyTorch checkpoint",
-    b"\x80\x02": "a pickle", b"\x1f\x8b": "a gzip archive", b"PAR1": "a Parquet file", b"\x89HDF": "an HDF5 file", b"{": "a JSON file",
-    b"\x89FLYBY\n": "a parcel sent in text mode, which damages it: send it again in binary mode",
-}  # fmt: skip
-
-
-class ParcelError(BadInput):
-    """A parcel cannot be read or made; the message names it and says why. Names in it may come from a stranger, so it is kept to one line
-    of limited length without control characters."""
-
-    def __init__(self, message: str) -> None:
-        short = message if len(message) <= 1000 else f"{message[:1000]} ..."
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in short))
-
-
-class NotAParcel(ParcelError):
-    """The file is something else."""
-
-
-class Truncated(ParcelError):
-    """The file ends before its content does."""
-
-
-class SchemaMismatch(ParcelError):
-    """The file is a parcel of a schema that this version cannot read."""
-
-
-class Corrupt(ParcelError):
-    """The file contradicts itself: hashes, lengths, offsets or JSON."""
-
-
-class WrongShape(ParcelError):
-    """The tensors are not those of the model that the manifest describes."""
-
-
-class NotFinite(ParcelError):
-    """A tensor holds NaN or infinity."""
-
-
-class TooLarge(ParcelError):
-    """The file, a part of it, or what it decodes to is larger than allowed."""
 
 
 class TensorInfo(BaseModel):
@@ -150,8 +85,9 @@ class Manifest(BaseModel):
         return self
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: what the file holds, and what a signature is taken over."""
-        return files.canonical(self.model_dump(mode="json"))
+        """Canonical JSON: what the file holds, and what a signature is taken over. The spec's defaults are left out, so that
+        a setting that a later flyby adds to networks changes no byte of an older parcel."""
+        return files.canonical(self.model_dump(mode="json") | {"spec": self.spec.model_dump(mode="json", exclude_defaults=True)})
 
     @property
     def digest(self) -> str:
@@ -181,8 +117,8 @@ class Parcel:
 
     def network(self, device: torch.device | str = "cpu") -> Network:
         """The sender's network, rebuilt from the spec (code never travels), in eval mode."""
-        network = self.manifest.spec.build()
-        network.load_state_dict(self.weights, strict=True)
+        network = self.manifest.spec.skeleton()
+        network.load_state_dict({name: value.clone() for name, value in self.weights.items()}, strict=True, assign=True)
         return network.to(device).eval()
 
 
@@ -210,16 +146,16 @@ def make(
     exact = {name: (shape, torch.float32 if dtype.is_floating_point else dtype) for name, (shape, dtype) in shapes.items()}
     _check_same(label, exact, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()})
     for name, tensor in [*own.items(), *shared.items()]:
-        _check_finite(label, name, tensor)
+        container.check_finite(label, name, tensor)
     stored = _encode(label, codec, own, shared)
     try:
         fields = {
-            "schema_version": SCHEMA, "sender": sender, "method": method, "spec": spec.model_dump(mode="json"),
+            "schema_version": container.SCHEMA, "sender": sender, "method": method, "spec": spec.model_dump(mode="json"),
             "class_names": list(class_names), "samples": samples, "counts": None if counts is None else list(counts), "counts_kind": counts_kind,
             "codec": codec, "extras": list(shared), "tensors": {name: _describe(label, name, tensor) for name, tensor in stored.items()},
             "meta": dict(meta or {}), "provenance": dict(provenance or {}),
         }  # fmt: skip
-        manifest = _parse_manifest(label, files.canonical(fields))
+        manifest = _parse_manifest(label, files.canonical(fields), ours=True)
     except Corrupt as error:
         raise ParcelError(str(error)) from None
     except (TypeError, ValueError, RecursionError) as error:
@@ -246,13 +182,13 @@ def from_bytes(data: bytes, *, name: str = "parcel", max_bytes: int = MAX_BYTES)
 def read(path: Path | str, *, max_bytes: int = MAX_BYTES) -> Parcel:
     """Reads and checks a parcel: structure, hashes, shapes against the spec, and finite values. ``max_bytes`` limits the file and also the
     weights that it decodes to."""
-    with _opened(path) as (file, size):
+    with container.opened(path) as (file, size):
         return _read(file, size, str(path), max_bytes)
 
 
 def read_manifest(path: Path | str) -> Manifest:
     """The manifest alone, without reading a tensor. The size of the file, the manifest and the payload's header are checked."""
-    with _opened(path) as (file, size):
+    with container.opened(path) as (file, size):
         return _read_head(file, size, str(path))[0]
 
 
@@ -265,33 +201,22 @@ def _own(tensor: Tensor, as_weight: bool = False) -> Tensor:
     return tensor.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    array: np.ndarray[Any, Any] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return array.data
-
-
 def _describe(label: str, name: str, tensor: Tensor) -> dict[str, Any]:
     if tensor.dtype not in DTYPE_NAMES:
         raise ParcelError(f"{label}: {name} is {tensor.dtype}, which cannot be stored; convert it to a plain float or integer type")
-    return {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "sha256": hashlib.sha256(_raw(tensor)).hexdigest()}
+    return {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "sha256": hashlib.sha256(container.raw(tensor)).hexdigest()}
 
 
 def _encode(label: str, codec_name: str, weights: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stored = {EXTRA + name: tensor for name, tensor in extras.items()}
-    with _blame(label, ParcelError):
+    with container.blame(label, ParcelError):
         for name, tensor in weights.items():
             stored |= codec(codec_name).encode(name, tensor)
     return stored
 
 
 def _head(manifest: Manifest, signature: bytes) -> tuple[bytes, dict[str, Entry]]:
-    """Everything before the first tensor, and the order of the tensors; the payload's header is a function of the manifest."""
-    text = manifest.to_bytes()
-    stored = {name: (info.dtype, info.shape) for name, info in manifest.tensors.items()}
-    table, entries = header(stored, {"manifest": hashlib.sha256(text).hexdigest()})
-    payload = 8 + len(table) + max((entry.end for entry in entries.values()), default=0)
-    lengths = _LENGTHS.pack(SCHEMA, 0, len(text), len(signature), payload)
-    return b"".join((MAGIC, lengths, text, signature, struct.pack("<Q", len(table)), table)), entries
+    return container.head(manifest.to_bytes(), signature, {name: (info.dtype, info.shape) for name, info in manifest.tensors.items()})
 
 
 def _chunks(parcel: Parcel) -> Iterator[bytes | memoryview]:
@@ -305,39 +230,10 @@ def _chunks(parcel: Parcel) -> Iterator[bytes | memoryview]:
     for name in entries:
         if _describe(label, name, stored[name])["sha256"] != manifest.tensors[name].sha256:
             raise Corrupt(f"{label}: {name} was changed after the parcel was made; use flyby.parcel.make for a changed model")
-        yield _raw(stored[name])
+        yield container.raw(stored[name])
 
 
-# Reading, from the outside inwards: file, header, manifest, table of tensors, tensors
-
-
-@contextmanager
-def _blame(label: str, kind: type[ParcelError]) -> Iterator[None]:
-    """What another module has against a part of the parcel becomes an error of this module, which names the parcel."""
-    try:
-        yield
-    except ParcelError:
-        raise
-    except BadInput as error:
-        raise kind(f"{label}: {error}") from None
-
-
-@contextmanager
-def _opened(path: Path | str) -> Iterator[tuple[io.BufferedIOBase, int]]:
-    """A regular file and its size; what the system has against it becomes a ParcelError."""
-    path = Path(path)
-    try:
-        status = path.stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise ParcelError(f"{path} is a folder; name one .parcel file in it")
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block for ever
-            raise ParcelError(f"{path} is not a regular file; copy the parcel to disk first")
-        with path.open("rb") as file:
-            yield file, status.st_size
-    except FileNotFoundError:
-        raise ParcelError(f"{path} does not exist; check the name") from None
-    except (OSError, ValueError) as error:
-        raise ParcelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+# Reading
 
 
 def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Parcel:
@@ -347,63 +243,34 @@ def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Par
     decoded = sum(math.prod(shape) * (4 if dtype.is_floating_point else dtype.itemsize) for shape, dtype in shapes.values())
     if decoded > max_bytes:
         raise TooLarge(f"{label} decodes to {decoded} bytes, more than the {max_bytes} allowed; raise max_bytes if you trust its sender")
-    stored = {name: _read_tensor(file, label, name, entry, manifest.tensors[name].sha256) for name, entry in entries.items()}
+    stored = {name: container.read_tensor(file, label, name, entry, manifest.tensors[name].sha256) for name, entry in entries.items()}
     weights = _decode(label, manifest.codec, shapes, stored)
     return Parcel(manifest, weights, {name: stored[EXTRA + name] for name in manifest.extras}, signature)
 
 
 def _read_head(file: io.BufferedIOBase, size: int, label: str, max_bytes: int | None = None) -> tuple[Manifest, bytes, dict[str, Entry]]:
-    """Everything before the first tensor. No length is believed before it is compared with the size of the file and its own limit."""
-    if max_bytes is not None and size > max_bytes:
-        raise TooLarge(f"{label} has {size} bytes, more than the {max_bytes} allowed; raise max_bytes if you trust its sender")
-    start = file.read(_HEADER)
-    magic = start[: len(MAGIC)]
-    if not start:
-        raise Truncated(f"{label} is empty; ask for the parcel again")
-    if not MAGIC.startswith(magic):
-        guess = next((f"; it looks like {kind}" for prefix, kind in _OTHER_FILES.items() if start.startswith(prefix)), "")
-        raise NotAParcel(f"{label} is not a parcel{guess}")
-    if len(start) < _HEADER:
-        raise Truncated(f"{label} ends within its header; ask for the parcel again")
-    version, flags, manifest_length, signature_length, payload_length = _LENGTHS.unpack_from(start, len(MAGIC))
-    if version != SCHEMA or flags:
-        written = f"parcel schema {version}" + (f" with flags {flags:#x}" if flags else "")
-        raise SchemaMismatch(f"{label} has {written} and this flyby reads schema {SCHEMA}; use the flyby version that wrote it")
-    if manifest_length > MAX_JSON or signature_length > MAX_SIGNATURE:
-        sizes = f"a manifest of {manifest_length} and a signature of {signature_length} bytes"
-        raise TooLarge(f"{label} claims {sizes}, where {MAX_JSON} and {MAX_SIGNATURE} are allowed; ask for the parcel again")
-    claimed = _HEADER + manifest_length + signature_length + payload_length
-    if claimed > size:
-        raise Truncated(f"{label} has {size} of the {claimed} bytes that its header claims; ask for the parcel again")
-    if claimed < size:
-        raise Corrupt(f"{label} has {size - claimed} bytes after its end; ask for the parcel again")
-    text = _exactly(file, manifest_length, label)
-    signature = bytes(_exactly(file, signature_length, label))
-    manifest = _parse_manifest(label, bytes(text))
-    entries = _read_table(file, payload_length, label, hashlib.sha256(text).hexdigest())
+    """Everything before the first tensor: the manifest, the signature, and a table of tensors that agrees with the manifest."""
+    start = container.read_start(file, size, label, max_bytes)
+    manifest = _parse_manifest(label, start.manifest)
+    entries = container.read_table(file, start.payload_length, label, hashlib.sha256(start.manifest).hexdigest())
     promised = {name: (info.dtype, info.shape) for name, info in manifest.tensors.items()}
     found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     if promised != found:
         name = min(name for name in promised.keys() | found.keys() if promised.get(name) != found.get(name))
         raise Corrupt(f"{label}: its manifest says {promised.get(name)} of tensor {name!r} and its payload {found.get(name)}")
-    return manifest, signature, entries
+    return manifest, start.signature, entries
 
 
-def _exactly(file: io.BufferedIOBase, length: int, label: str) -> bytearray:
-    buffer = bytearray(length)
-    if file.readinto(buffer) != length:
-        raise Truncated(f"{label} became shorter while it was read; ask for the parcel again")
-    return buffer
-
-
-def _parse_manifest(label: str, text: bytes) -> Manifest:
-    with _blame(f"{label}: its manifest cannot be used", Corrupt):
-        if len(text) > MAX_JSON:
-            raise TooLarge(f"{label}: its manifest has {len(text)} bytes, more than the {MAX_JSON} allowed; keep large things in extras")
+def _parse_manifest(label: str, text: bytes, ours: bool = False) -> Manifest:
+    with container.blame(f"{label}: its manifest cannot be used", Corrupt):
+        if len(text) > container.MAX_JSON:
+            raise TooLarge(
+                f"{label}: its manifest has {len(text)} bytes, more than the {container.MAX_JSON} allowed; keep large things in extras"
+            )
         parse_json(text)
         try:
             manifest = Manifest.model_validate_json(text)
-            canonical = manifest.to_bytes() == text
+            canonical = ours or manifest.to_bytes() == text
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -413,32 +280,6 @@ def _parse_manifest(label: str, text: bytes) -> Manifest:
         if not canonical:
             raise BadInput("it is not canonical JSON; write parcels with flyby.parcel.write")
     return manifest
-
-
-def _read_table(file: io.BufferedIOBase, payload_length: int, label: str, manifest_digest: str) -> dict[str, Entry]:
-    """The header of the safetensors payload: the tensors in file order."""
-    if payload_length < 8:
-        raise Corrupt(f"{label}: its payload of {payload_length} bytes is too short for safetensors")
-    (length,) = struct.unpack("<Q", _exactly(file, 8, label))
-    if length > min(MAX_JSON, payload_length - 8):
-        raise Corrupt(f"{label}: its payload claims a header of {length} bytes, beyond {min(MAX_JSON, payload_length - 8)}")
-    with _blame(f"{label}: its payload's header cannot be used", Corrupt):
-        metadata, entries = parse_header(bytes(_exactly(file, length, label)), payload_length - 8 - length)
-    if metadata != {"manifest": manifest_digest}:
-        raise Corrupt(f"{label}: its payload does not belong to its manifest (the SHA-256 differs); ask for the parcel again")
-    return entries
-
-
-def _read_tensor(file: io.BufferedIOBase, label: str, name: str, entry: Entry, sha256: str) -> Tensor:
-    buffer = _exactly(file, entry.end - entry.start, label)
-    if hashlib.sha256(buffer).hexdigest() != sha256:
-        raise Corrupt(f"{label}: the bytes of tensor {name!r} are not those that were sent (the SHA-256 differs); ask for the parcel again")
-    if entry.dtype == "BOOL" and buffer.strip(b"\0\1"):
-        raise Corrupt(f"{label}: tensor {name!r} holds booleans other than 0 and 1")
-    dtype = DTYPES[entry.dtype]
-    tensor = torch.frombuffer(buffer, dtype=dtype).reshape(entry.shape) if buffer else torch.empty(entry.shape, dtype=dtype)
-    _check_finite(label, name, tensor)
-    return tensor
 
 
 # What makers and readers both check
@@ -453,7 +294,7 @@ def _shapes(label: str, spec: ModelSpec) -> Shapes:
 
 def _check_stored(label: str, manifest: Manifest, shapes: Shapes) -> None:
     """The stored tensors are exactly those that the codec makes of the spec's network, and the extras."""
-    with _blame(label, ParcelError):
+    with container.blame(label, ParcelError):
         layouts = [codec(manifest.codec).layout(name, dtype, shape) for name, (shape, dtype) in shapes.items()]
     expected = {name: (DTYPE_NAMES[dtype], shape) for layout in layouts for name, (dtype, shape) in layout.items()}
     found = {name: (info.dtype, info.shape) for name, info in manifest.tensors.items() if not name.startswith(EXTRA)}
@@ -473,16 +314,11 @@ def _check_same(label: str, expected: Mapping[str, object], found: Mapping[str, 
             raise WrongShape(f"{label}: tensor {name!r} is {found[name]} where its model has {expected[name]}")
 
 
-def _check_finite(label: str, name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise NotFinite(f"{label}: tensor {name!r} holds NaN or infinity; its training diverged, so train it again or leave it out")
-
-
 def _decode(label: str, codec_name: str, shapes: Shapes, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = {}
     for name, (shape, _) in shapes.items():
-        with _blame(label, Corrupt):
+        with container.blame(label, Corrupt):
             weights[name] = codec(codec_name).decode(name, stored, shape)
         if weights[name] is not stored[name]:
-            _check_finite(label, name, weights[name])  # a byte times a large scale may overflow
+            container.check_finite(label, name, weights[name])  # a byte times a large scale may overflow
     return weights

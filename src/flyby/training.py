@@ -9,6 +9,7 @@ site smaller than a batch trains, and nothing is dropped.
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +35,7 @@ from flyby.rng import generator, legacy_numpy
 
 Row = dict[str, Any]
 Counts = Literal["exact", "noisy", "binary"]
-CHECKPOINT_SECONDS = 5.0
+CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 5.0, 50.0  # seconds between checkpoints, and how many times what the last one cost
 
 
 class TrainSettings(BaseModel):
@@ -79,6 +80,7 @@ def train_site(
     codec: str = "fp32",
     counts: Counts = "exact",
     epsilon: float = 1.0,
+    simulated: bool = True,
     device: torch.device | str = "cpu",
     folder: Path | None = None,
     on_epoch: Callable[[Row], None] | None = None,
@@ -86,10 +88,12 @@ def train_site(
 ) -> Trained:
     """Train ``spec`` on one site's data under ``objective`` and wrap the result as a Parcel.
 
-    The initial weights depend on the seed alone: all sites start from one point. With ``folder`` the state is checkpointed there
+    The initial weights depend on the seed alone: all sites start from one point. A real site (``simulated`` False) draws the noise of
+    noisy counts from the operating system. With ``folder`` the state is checkpointed there
     and a later call goes on from it.
     """
     device = torch.device(device)
+    torch.backends.cudnn.benchmark = True  # every batch has one shape, so the search for the fastest kernels is paid once
     _check(site, spec, settings)
     model = spec.build(generator(seed, "shared", "init")).to(device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -116,7 +120,7 @@ def train_site(
         return parcel.make(
             sender=site.id, method=method or objective.name, spec=spec, class_names=site.class_names, samples=len(site.train), codec=codec,
             weights={name: t.detach().cpu() for name, t in model.state_dict().items()}, extras={name: t.detach().cpu() for name, t in extras.items()},
-            counts=shared_counts(site, counts, epsilon, seed), counts_kind=counts, meta={"epochs": state.epoch, "best_epoch": epoch, **meta},
+            counts=shared_counts(site, counts, epsilon, seed if simulated else None), counts_kind=counts, meta={"epochs": state.epoch, "best_epoch": epoch, **meta},
             provenance={
                 "objective": {"name": objective.name, **objective.settings.model_dump(mode="json")}, "seed": seed,
                 "train": {**settings.model_dump(mode="json"), "batch": batch}, "views": views.model_dump(mode="json"),
@@ -124,7 +128,8 @@ def train_site(
             },
         )  # fmt: skip
 
-    started, last_saved = time.perf_counter(), time.perf_counter()
+    started = last_saved = time.perf_counter()
+    patience_to_save = CHECKPOINT_SECONDS
     with state:  # whatever ends the loop early, the state after the last whole epoch is saved
         while state.epoch < settings.epochs and not state.stopped:
             epoch = state.epoch + 1
@@ -146,24 +151,26 @@ def train_site(
                 views.views,
             )
             row: Row = {"site": site.id, "epoch": epoch, **means, "lr": lr}
-            row |= {name: float(value) for name, value in objective.epoch_state(model).items()}
+            row |= {name: value.tolist() for name, value in objective.epoch_state(model).items()}
             if len(val):
                 with torch.compiler.set_stance("force_eager"):
                     row |= evaluate_part(model, spec, val, settings, device)
             bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
-            bad += [] if finite(model) else ["the weights"]
+            bad += [] if finite(model, objective) else ["the weights"]
             if bad:
+                alignment = any(name == "lambda" or name.startswith(("lambda_", "l_")) for name in bad)
+                cure = "Set objective.lambda_cap=50, or another objective.weighting" if alignment else "Lower train.lr, or set train.clip=1"
                 raise Diverged(
-                    f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; the state after epoch {state.epoch} is kept. "
-                    "Lower train.lr, or set train.clip=1"
+                    f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; the state after epoch {state.epoch} is kept. {cure}"
                 )
             row["samples_per_second"] = round(len(train) / (time.perf_counter() - tick), 1)
             state.advance(row, settings.patience)
             if folder and settings.snapshots and epoch % settings.snapshots == 0:
                 parcel.write(pack(epoch), folder / "snapshots" / f"{epoch:05d}" / f"{site.id}.parcel")
-            if time.perf_counter() - last_saved > CHECKPOINT_SECONDS:
+            if (now := time.perf_counter()) - last_saved > patience_to_save:
                 state.save()
                 last_saved = time.perf_counter()
+                patience_to_save = max(CHECKPOINT_SECONDS, CHECKPOINT_SHARE * (last_saved - now))
             if on_epoch:
                 on_epoch(row)
 
@@ -202,17 +209,21 @@ def one_epoch(
     return dict(zip(names, (totals / steps).tolist(), strict=True))
 
 
-def finite(model: nn.Module) -> bool:
-    """Whether every floating number of the network is finite: a last step can throw the weights out after a finite loss."""
-    return bool(torch.stack([t.isfinite().all() for t in model.state_dict().values() if t.is_floating_point()]).all())
+def finite(*modules: nn.Module) -> bool:
+    """Whether every floating number of the modules is finite: a last step can throw the weights out after a finite loss."""
+    tensors = [t for module in modules for t in module.state_dict().values() if t.is_floating_point()]
+    return bool(nn.utils.get_total_norm(tensors, norm_type=math.inf).isfinite())
 
 
-def shared_counts(site: Site, kind: Counts, epsilon: float, seed: int) -> list[int]:
-    """What a site tells about its classes: the counts, the counts with Laplace noise of scale 1/epsilon, or only which it holds."""
+def shared_counts(site: Site, kind: Counts, epsilon: float, seed: int | None) -> list[int]:
+    """What a site tells about its classes: the counts, the counts with Laplace noise of scale 1/epsilon, or only which it holds.
+
+    Seed None draws the noise from the operating system: a real site must, since whoever knows the seed can take the noise off again.
+    """
     if kind == "binary":
         return [int(n > 0) for n in site.counts]
     if kind == "noisy":
-        noise = legacy_numpy(seed, site.id, "counts").laplace(0, 1 / epsilon, len(site.counts))
+        noise = legacy_numpy(secrets.token_hex(32) if seed is None else seed, site.id, "counts").laplace(0, 1 / epsilon, len(site.counts))
         return [max(0, round(n + float(e))) for n, e in zip(site.counts, noise, strict=True)]
     return site.counts
 

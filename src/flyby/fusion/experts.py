@@ -4,14 +4,15 @@ score_c(x) = sum_k v_kc a_kc(x), with v_kc = n_kc / sum_k n_kc the share of clas
 says about c. No weight and no prototype is averaged across feature spaces, so architectures and heads may differ.
 
 An expert must also know what it does not know: a client with one class finds that class everywhere. ``experts-calibrated`` uses
-a_kc(x) = clip((cos_kc(x) - m-_kc) / (m+_kc - m-_kc), 0, 1.2), with the client's own mean cosine on images of the class (m+) and on
-scraps (m-), and 0 where the two differ by less than .02; its shares are v_kc ~ sqrt(n_kc), between a vote by size and one voice each.
+a_kc(x) = r_kc clip((cos_kc(x) - m-_kc) / (m+_kc - m-_kc), 0, 1.2), with the client's own mean cosine on images of the class (m+) and
+on scraps (m-). r_kc = sqrt(d' / (1 + d')), d' = (m+ - m-) / s-, is how well the class stands out from scraps whose cosines spread by
+s-: an expert that finds its class everywhere whispers. The shares are v_kc ~ sqrt(n_kc), between a vote by size and one voice each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,13 @@ from pydantic import Field
 from torch import Tensor
 
 from flyby.data.dataset import Dataset
-from flyby.errors import BadInput
+from flyby.errors import BadInput, unknown
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
-from flyby.fusion.iffi import class_votes
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import directions
 
-LEAST_GAP = 0.02
+LEAST_GAP = WHISPER = 1e-3
 Form = Literal["cosine", "softmax", "gate", "calibrated"]
 
 
@@ -46,11 +46,13 @@ class ExpertsPredictor(Predictor):
         votes: Tensor | None = None,
         calibration: Tensor | None = None,
     ) -> None:
+        if form not in get_args(Form):
+            raise unknown("form of experts", form, get_args(Form))
         super().__init__(specs, class_names, networks, form=form, sharpness=sharpness)
         self.form, self.sharpness = form, sharpness
         shape = (len(self.specs), len(self.class_names))
         self.register_buffer("votes", torch.zeros(shape) if votes is None else votes)
-        self.register_buffer("calibration", torch.zeros(shape[0], 2, shape[1]) if calibration is None else calibration)
+        self.register_buffer("calibration", torch.zeros(shape[0], 3, shape[1]) if calibration is None else calibration)
 
     votes: Tensor
     calibration: Tensor
@@ -68,20 +70,24 @@ class ExpertsPredictor(Predictor):
         if self.form == "cosine":
             said = cosine
         elif self.form == "softmax":
-            said = (self.sharpness * cosine).masked_fill(~held, float("-inf")).softmax(2)
+            # Not -inf: a client that holds nothing (noisy counts can say so) has no vote, and must not be NaN either.
+            said = (self.sharpness * cosine).masked_fill(~held, torch.finfo(cosine.dtype).min).softmax(2)
         elif self.form == "gate":
             best = cosine.masked_fill(~held, -1.0).amax(2)
             said = cosine * (self.sharpness * best).softmax(0)[:, :, None] * len(cosine)
         else:
-            said = calibrated(cosine, self.calibration)
-        return torch.einsum("kc,knc->nc", self.votes, said)
+            said = calibrated(cosine, self.calibration) + WHISPER * cosine  # where every expert is silent the cosines decide, not class 0
+        scores = torch.einsum("kc,knc->nc", self.votes, said)
+        return scores.masked_fill(self.votes.sum(0) == 0, -float(len(cosine)))  # a class nobody speaks for comes after all others
 
 
 def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
-    """clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 2, C] = (m+, m-); 0 where they do not differ."""
-    own, scrap = table[:, None, 0], table[:, None, 1]
-    gap = own - scrap
-    return torch.where(gap < LEAST_GAP, 0.0, ((cosine - scrap) / gap.clamp_min(LEAST_GAP)).clamp(0, 1.2))
+    """r clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 3, C] = (m+, m-, s-); 0 where own images do not score above scraps."""
+    own, scrap, spread = table[:, None, 0], table[:, None, 1], table[:, None, 2]
+    gap = (own - scrap).clamp_min(LEAST_GAP)
+    stands_out = gap / spread.clamp_min(LEAST_GAP)
+    said = (stands_out / (1 + stands_out)).sqrt() * ((cosine - scrap) / gap).clamp(0, 1.2)
+    return torch.where(own - scrap < LEAST_GAP, 0.0, said)
 
 
 class ExpertsSettings(FusionSettings):
@@ -102,16 +108,28 @@ class Experts(Fusion):
 
     def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
         networks, tables = [], []
+        shape = (3, len(parcels.class_names))
         for item in parcels:
             networks.append(item.network())
             if "calibration" in self.needs:
-                if "calibration" not in item.extras:
-                    raise BadInput(f"{item.manifest.sender} sent no calibration scalars, which {self.name} needs; use --fusion experts")
-                tables.append(item.extras["calibration"])
+                table = item.extras.get("calibration")
+                if table is None or table.shape != shape:
+                    sent = "none" if table is None else str(list(table.shape))
+                    raise BadInput(
+                        f"{self.name} needs calibration scalars {list(shape)} and {item.manifest.sender} sent {sent}; use --fusion experts"
+                    )
+                tables.append(table.float())
+        votes = expert_votes(parcels.counts, self.power if self.settings.power is None else self.settings.power)
         return ExpertsPredictor(
             [m.spec for m in parcels.manifests], parcels.class_names, networks, form=self.form, sharpness=self.settings.sharpness,
-            votes=class_votes(parcels.counts ** (self.power if self.settings.power is None else self.settings.power)).float(), calibration=torch.stack(tables) if tables else None,
+            votes=votes.float(), calibration=torch.stack(tables) if tables else None,
         )  # fmt: skip
+
+
+def expert_votes(counts: Tensor, power: float) -> Tensor:
+    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c; all 0 for a class nobody holds: nobody speaks for it."""
+    voices = torch.where(counts > 0, counts**power, 0.0)  # 0^0 is 1, but who holds nothing has no voice
+    return voices / voices.sum(0, keepdim=True).clamp_min(torch.finfo(voices.dtype).tiny)
 
 
 class ExpertsSoftmax(Experts):

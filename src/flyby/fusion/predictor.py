@@ -54,6 +54,9 @@ class Single(Predictor):
 
     kind = "single"
 
+    def __init__(self, specs: Sequence[ModelSpec], class_names: Sequence[str], networks: Sequence[Network] | None = None) -> None:
+        super().__init__(specs, class_names, networks)
+
     def forward(self, images: Tensor) -> Tensor:
         ((network, x),) = self.members(images)
         scores: Tensor = network(x)

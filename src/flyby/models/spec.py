@@ -32,6 +32,7 @@ DEFAULT_MEAN, DEFAULT_STD = 0.5, 0.25
 # JSON has no tuples; a list is the one stand-in a strict spec takes.
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Side = Annotated[int, Field(ge=1, le=4096)]
+Word = Annotated[str, Field(max_length=64)]  # a foreign name may be megabytes long, and looking for its nearest kin would take seconds
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -47,14 +48,14 @@ class ModelSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    name: str
+    name: Word
     classes: int = Field(ge=2, le=100_000)
     channels: int = Field(default=3, ge=1, le=64)
     size: Annotated[tuple[Side, Side], FromList]
-    head: str = "linear"
+    head: Word = "linear"
     width: float = Field(default=1.0, gt=0, le=64)
     stem: Literal["cifar", "imagenet"] = "cifar"
-    widths: dict[str, Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = {}
+    widths: dict[Word, Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = {}
     logit_scale: bool = False
     projector: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_WIDTH)], ...], FromList, Field(max_length=4)] = ()
     # Bounded, so that a foreign spec cannot turn images into infinities.
@@ -84,7 +85,7 @@ class ModelSpec(BaseModel):
             first = error.errors(include_url=False)[0]
             path = ".".join(str(part) for part in first["loc"]) or "content"
             if first["type"] == "extra_forbidden":
-                raise unknown("model spec key", path, cls.model_fields) from None
+                raise unknown("model spec key", path[:64], cls.model_fields) from None
             where = reprlib.repr(path)[1:-1]  # a foreign key may be long, or hold line breaks
             if first["type"] == "missing":
                 raise BadInput(f"the model spec has no {path!r}; give it one") from None

@@ -1,7 +1,7 @@
-"""What an expert knows about its own certainty, measured at the site on its own images: two scalars a class.
+"""What an expert knows about its own certainty, measured at the site on its own images: three scalars a class.
 
-For every class a site holds: the mean cosine between features and class direction on its own images of that class, and on scraps,
-inputs that are of no class (two of its images mixed, halves of two joined, patches shuffled). Whoever cannot tell a class from
+For every class a site holds: the mean cosine between features and class direction on its own images of that class, and its mean and
+spread on scraps, inputs that are of no class (two of its images mixed, halves of two joined, patches shuffled). Whoever cannot tell a class from
 scraps should say nothing about it. No image, and nothing computed from a single image, leaves the site. Which scraps serve best
 was chosen on validation images held out of the training data (docs/experts.md has the table).
 """
@@ -18,7 +18,7 @@ from flyby.models.heads import directions
 from flyby.rng import generator
 
 PER_CLASS = 200
-OWN, SCRAP = 0, 1  # rows of the `calibration` tensor [2, C]; 0 where a class is not held
+OWN, SCRAP, SPREAD = 0, 1, 2  # rows of the `calibration` tensor [3, C]; 0 where a class is not held
 
 
 @torch.no_grad()
@@ -32,7 +32,9 @@ def cosines(network: Network, images: Tensor) -> Tensor:
 def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
     """Inputs of no class, three for every image: its mean with another, its left half beside another's right, its patches shuffled."""
     n, height, width = images.shape[:3]
-    other = images[torch.randperm(n, generator=rng).to(images.device)]
+    order = torch.randperm(n, generator=rng).to(images.device)
+    other = torch.empty_like(images)
+    other[order] = images[order.roll(1)]  # one cycle through all: nobody is paired with itself unless it is alone
     mixed = ((images.short() + other.short()) // 2).to(torch.uint8)
     joined = torch.cat((images[:, :, : width // 2], other[:, :, width // 2 :]), dim=2)
     return torch.cat((mixed, joined, shuffle_patches(images, max(1, height // 4), max(1, width // 4), rng)))
@@ -53,7 +55,7 @@ def shuffle_patches(images: Tensor, tall: int, wide: int, rng: torch.Generator) 
 
 @torch.no_grad()
 def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
-    """The ``calibration`` extra [2, C]: each held class's mean cosine on the site's own images of it, and on scraps."""
+    """The ``calibration`` extra [3, C]: each held class's mean cosine on the site's own images of it; its mean and spread on scraps."""
     device = next(network.parameters()).device
     rng = generator(seed, site.id, "calibration")
     labels = site.train.labels.cpu()
@@ -61,8 +63,9 @@ def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
     picked = torch.cat([(rows := (labels == c).nonzero()[:, 0])[torch.randperm(len(rows), generator=rng)[:PER_CLASS]] for c in held])
     images, labels = site.train.images[picked.to(site.train.images.device)].to(device), labels[picked].to(device)
     network.eval()
-    real, unreal = cosines(network, images), cosines(network, scraps(images, rng)).mean(0)
-    table = torch.zeros(2, len(site.class_names))
+    real, unreal = cosines(network, images), cosines(network, scraps(images, rng))
+    table = torch.zeros(3, len(site.class_names))
     for c in held:
-        table[OWN, c], table[SCRAP, c] = real[labels == c, c].mean(), unreal[c]
+        table[OWN, c], table[SCRAP, c] = real[labels == c, c].mean(), unreal[:, c].mean()
+        table[SPREAD, c] = unreal[:, c].std(correction=0)
     return {"calibration": table}

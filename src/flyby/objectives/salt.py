@@ -46,7 +46,8 @@ def supcon(features: Tensor, labels: Tensor, tau: float, classes: int) -> Tensor
     features = features.float()
     similarity = (features @ features.T) / tau
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    normaliser = similarity.masked_fill(itself, float("-inf")).logsumexp(1)
+    # The least number and not -inf: a lone anchor has nothing to be compared with, and its gradient must be 0, not NaN.
+    normaliser = similarity.masked_fill(itself, torch.finfo(similarity.dtype).min).logsumexp(1)
     member = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
     others = member.sum(0)[labels] - 1
     positive = (((member.T @ features)[labels] - features) * features).sum(1) / tau
@@ -93,7 +94,7 @@ class Salt(Objective):
 
     def epoch_state(self, model: Network) -> dict[str, Tensor]:
         norms = model.head.prototypes.detach().norm(dim=1)  # type: ignore[operator]
-        return {"proto_norm": norms.mean(), "proto_norm_min": norms.min(), "proto_norm_max": norms.max()}
+        return {"proto_norms": norms, "proto_norm": norms.mean(), "proto_norm_min": norms.min(), "proto_norm_max": norms.max()}
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return (calibrate(model, site, seed) if self.settings.calibrate else {}), {}

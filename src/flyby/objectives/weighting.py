@@ -121,7 +121,7 @@ class Learnable(Learner):
     minimum is the balance lambda = L_local / L_align that uncertainty weighting has too."""
 
     def __init__(self, settings: WeightingSettings, start: float = 0.0) -> None:
-        super().__init__(settings, (start + math.log(math.e - 1), 0.0))  # lambda = 1 at the start, as AURORA's
+        super().__init__(settings, (math.log(math.expm1(math.exp(start))), 0.0))  # lambda = e^start at the start, as AURORA's
 
     def strength(self, progress: Tensor) -> Tensor:
         return F.softplus(self.scalars[0] + self.scalars[1] * torch.cos(math.pi * progress))
@@ -131,6 +131,9 @@ class Learnable(Learner):
         inner = self.scalars[0] + self.scalars[1] * phi
         slope = (align / local.clamp_min(1e-12) - 1 / F.softplus(inner)) * torch.sigmoid(inner)
         return torch.stack((slope, slope * phi))
+
+    def state(self) -> dict[str, Tensor]:
+        return {"lambda_a": self.scalars[0], "lambda_b": self.scalars[1]}
 
 
 class GradNorm(Weighting):

@@ -1,0 +1,10 @@
+"""FOL: a node personalises its model from those of neighbours it met, with no server."""
+
+from __future__ import annotations
+
+from flyby.orient.candidate import Candidate
+from flyby.orient.collect import Schedule, make_schedule
+from flyby.orient.pipeline import VARIANTS, Personal, orient
+from flyby.orient.settings import OrientSettings
+
+__all__ = ["VARIANTS", "Candidate", "OrientSettings", "Personal", "Schedule", "make_schedule", "orient"]

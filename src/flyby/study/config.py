@@ -16,6 +16,7 @@ from flyby.errors import BadInput, unknown
 from flyby.fusion import Fusion
 from flyby.methods import check_pair, fusion_named, method_named, objective_named
 from flyby.models import ModelSpec
+from flyby.orient.settings import FleetSettings
 from flyby.settings import build, parse_assignment
 from flyby.training import Counts, TrainSettings
 
@@ -48,6 +49,7 @@ class RunConfig(BaseModel):
     train: dict[str, Any] = Field(default_factory=dict)
     views: dict[str, Any] = Field(default_factory=dict)
     fusion: dict[str, Any] = Field(default_factory=dict)
+    orient: dict[str, Any] = Field(default_factory=dict)
     codec: str = "fp32"
     counts: Counts = Field("exact", description="what a site tells about its classes: exact, noisy (Laplace, epsilon) or binary counts")
     epsilon: float = Field(1.0, gt=0)
@@ -68,6 +70,7 @@ def make_config(
     split: dict[str, Any] | None = None,
     model: str | None = None,
     epochs: int | None = None,
+    orient: dict[str, Any] | None = None,
     assignments: Iterable[str] = (),
 ) -> RunConfig:
     """A RunConfig from command-line words; ``--set`` wins over the named options."""
@@ -83,7 +86,10 @@ def make_config(
         "objective": set(objective.settings_type.model_fields),
     }
     fields["fusion"] = set(fusion_named(rule).settings_type.model_fields) if rule else set()
+    fields["orient"] = set(FleetSettings.model_fields) if recipe.orient else set()
     values: dict[str, dict[str, Any]] = {name: {} for name in fields}
+    if recipe.orient:
+        values["orient"] |= {k: v for k, v in (orient or {}).items() if v is not None}
     values["data"] |= {k: v for k, v in (data or {}).items() if v is not None}
     values["split"] |= {k: v for k, v in (split or {}).items() if v is not None}
     if model is not None:
@@ -97,8 +103,9 @@ def make_config(
         (values[section] if section else top)[name] = value
     build(TrainSettings, values["train"], "train")
     build(ViewSettings, {k: tuple(v) if isinstance(v, list) else v for k, v in values["views"].items()}, "views")
+    build(FleetSettings, values["orient"], "orient")
     typed = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}
-    rest = {name: values[name] for name in ("objective", "train", "views", "fusion")}
+    rest = {name: values[name] for name in ("objective", "train", "views", "fusion", "orient")}
     return build(RunConfig, {"method": method, "seed": seed, "fusion_name": fusion, **typed, **rest, **top}, "run")
 
 
@@ -140,15 +147,17 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
 
     method = method_named(config.method)
     objective = objective_named(method.objective)
+    settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
     rule = config.fusion_name or method.fusion
     fusion = None
     if rule is not None:
         kind = fusion_named(rule)
         check_pair(objective, kind)
+        if "calibration" in kind.needs and not getattr(settings, "calibrate", True):
+            raise BadInput(f"objective.calibrate=false keeps back the scalars that {rule} needs; leave it out, or choose --fusion experts")
         fusion = kind(build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion"))
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
-    settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
     data = bundle.train
     name = config.model.name or ("cnn-small" if min(data.size) < 24 else "resnet18")
     spec = ModelSpec(name=name, classes=data.classes, channels=data.channels, size=data.size, **config.model.model_dump(exclude={"name"}))

@@ -22,6 +22,7 @@ from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.study import figures, page
 from flyby.study.figures import Panel, clean
+from flyby.study.orient_figures import slope_chart
 from flyby.study.page import RunData
 
 SHOWN_CROSSINGS = 20
@@ -378,6 +379,7 @@ def _extras(runs: list[RunData]) -> Iterable[tuple[str, str]]:
             table = section.get("table") or {}
             head, rows = [str(column) for column in table.get("columns") or []], [list(row) for row in table.get("rows") or []]
             heading = clean(section.get("title") or "More")
+            body += slope_chart(f"slopes-{clean(run.name)}", heading, section.get("slopes"))
             if head:
                 words = {j for row in rows for j, value in enumerate(row) if not page.is_number(value) and value is not None}
                 numeric = [j for j in range(len(head)) if j not in words and rows]

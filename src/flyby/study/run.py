@@ -32,6 +32,7 @@ from flyby.files import file_digest, read_json, write_json, write_text
 from flyby.fusion import Inbox, Predictor, save_predictor
 from flyby.fusion.predictor import Single
 from flyby.ledger import Ledger
+from flyby.methods import method_named
 from flyby.study.config import Plan, RunConfig, pick_device, plan
 from flyby.study.metrics import consistency
 from flyby.study.progress import Progress
@@ -66,6 +67,10 @@ def run(
         device = pick_device(device)
         engine = engine or ("processes" if device == "cpu" and (os.cpu_count() or 1) > 1 else "inline")
         engine_named(engine)
+        if method_named(config.method).orient:
+            from flyby.study.orient_run import run_population
+
+            return run_population(config, out, engine=engine, device=device, command=command, quiet=quiet, store=store)
         started = time.perf_counter()
         bundle = config.data.load(progress=not quiet)
         if bundle.broken and not quiet:

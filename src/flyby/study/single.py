@@ -44,7 +44,7 @@ def train_parcel(config: RunConfig, out: Path, site_id: str, *, device: str = "a
         with Progress(f"training {site_id}", recipe.train.epochs, 1, quiet) as bar:
             trained = train_site(
                 site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
-                codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, device=pick_device(device), folder=work, on_epoch=bar.on_epoch, provenance={"key": key},
+                codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, simulated=False, device=pick_device(device), folder=work, on_epoch=bar.on_epoch, provenance={"key": key},
             )  # fmt: skip
         written = parcel.write(trained.parcel, out)
         shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,59 @@
+"""A method from outside the package: the server takes the median of the sites' weights [Yin et al., ICML 2018].
+
+For each single weight, the sites' values theta_1 .. theta_K are sorted, the share ``trim`` is dropped at each end, and the rest is averaged:
+``trim`` 0.5 leaves the median, 0 the plain mean. One site with wild weights can then do little harm.
+
+    python examples/my_method.py run --method fedavg,median --data digits --clients 5 --alpha 100 --epochs 10 --out runs/median
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flyby.cli import main
+from flyby.data.dataset import Dataset
+from flyby.fusion import FUSIONS, Fusion, FusionSettings, Inbox, Predictor
+from flyby.fusion.predictor import Single
+from flyby.methods import METHODS, Method
+
+
+class MedianSettings(FusionSettings):
+    """What ``--set fusion.trim=0.2`` may say; anything else is refused with one sentence."""
+
+    trim: float = Field(0.5, ge=0, le=0.5, description="share of the values dropped at each end")
+
+
+class Median(Fusion):
+    """The coordinate-wise (trimmed) median of the sites' weights."""
+
+    name = "median"
+    paper = "Yin et al., ICML 2018"
+    about = "coordinate-wise median of weights and BatchNorm buffers"
+    settings_type = MedianSettings
+    settings: MedianSettings
+
+    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+        parcels.same_spec(self.name)
+        sent = [parcel.weights for parcel in parcels]
+        spec = parcels.manifests[0].spec
+        network = spec.build()
+        network.load_state_dict({name: middle(torch.stack([weights[name] for weights in sent]), self.settings.trim) for name in sent[0]})
+        return Single([spec], parcels.class_names, [network])
+
+
+def middle(values: Tensor, trim: float) -> Tensor:
+    """The trimmed mean over dim 0; counters such as BatchNorm's num_batches_tracked give their largest value."""
+    if not values.is_floating_point():
+        return values.amax(0)
+    sites = len(values)
+    drop = min(int(trim * sites), (sites - 1) // 2)
+    return values.sort(dim=0).values[drop : sites - drop].mean(0)
+
+
+FUSIONS[Median.name] = Median
+METHODS["median"] = Method("median", "supervised", "median", "cross-entropy at the sites, median of their weights", Median.paper)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Who is let in: a neighbour that cannot be used is refused with a reason, and the round goes on without it.
+
+``screen`` is flyby's own: before any adaptation, a neighbour must know more than chance of the classes it claims to hold, judged on the node's
+own images of them. Random weights do not, flipped labels do worse; without it, fine-tuning would wash a poisoned model until it looks like others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flyby import parcel
+from flyby.data.site import Part, Site
+from flyby.errors import BadInput
+from flyby.orient.candidate import Candidate, by_spec
+from flyby.orient.settings import OrientSettings
+from flyby.orient.stack import Stack
+from flyby.orient.tuning import stack_logits
+from flyby.parcel import Parcel
+
+Check = Callable[[Parcel], None]
+PROBE = 4
+FEWEST = 8  # images by which a neighbour can be judged at all
+
+
+def read_inbox(folder: Path) -> tuple[list[Parcel], list[str]]:
+    """All parcels of a folder in name order, and a reason for each file that is none."""
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is not a folder; name the folder that holds the received .parcel files")
+    read, refused = [], []
+    for path in sorted(folder.glob("*.parcel")):
+        try:
+            read.append(parcel.read(path))
+        except BadInput as error:
+            refused.append(f"refused {path.name}: {error}")
+    return read, refused
+
+
+def admit(
+    received: Sequence[Parcel], own: Parcel, site: Site, device: torch.device, check: Check | None = None
+) -> tuple[list[Candidate], list[str]]:
+    """Candidates from what can be used, and a line for what cannot. ``check`` may refuse a parcel by raising BadInput (a wrong signature, say)."""
+    admitted: list[Candidate] = []
+    log: list[str] = []
+    seen = {own.manifest.sender}
+    for item in received:
+        sender = item.manifest.sender
+        try:
+            if sender in seen:
+                raise BadInput("this node has its model already; every pair exchanges once")
+            seen.add(sender)
+            _check_manifest(item, site)
+            if check is not None:
+                check(item)
+            candidate = Candidate.of(item, device)
+            _check_runs(candidate, site)
+        except Exception as error:  # whatever a stranger's model does, it is the stranger's fault and not the end of the round
+            reason = (
+                str(error) if isinstance(error, BadInput) else f"it crashes on a batch of images ({type(error).__name__}: {_line(error)})"
+            )
+            log.append(f"refused {sender}: {reason}")
+        else:
+            admitted.append(candidate)
+    return admitted, log
+
+
+def _check_manifest(item: Parcel, site: Site) -> None:
+    manifest = item.manifest
+    if manifest.class_names != site.class_names:
+        raise BadInput(f"its {len(manifest.class_names)} classes are not this node's {len(site.class_names)}")
+    if (manifest.spec.size, manifest.spec.channels) != (site.size, site.channels):
+        h, w = manifest.spec.size
+        raise BadInput(f"it takes {h}x{w}x{manifest.spec.channels} images, this node has {site.size[0]}x{site.size[1]}x{site.channels}")
+    for name, tensor in item.weights.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BadInput(f"its weights are not finite ({name})")
+
+
+@torch.no_grad()
+def _check_runs(candidate: Candidate, site: Site) -> None:
+    out: Tensor = candidate.network()(candidate.spec.prepare(site.train.images[:PROBE]))
+    if tuple(out.shape) != (min(PROBE, len(site.train)), len(site.class_names)):
+        raise BadInput(f"it answers with shape {tuple(out.shape)}")
+    if not bool(torch.isfinite(out).all()):
+        raise BadInput("it answers with numbers that are not finite")
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def part_logits(candidates: Sequence[Candidate], site: Site, part: str, settings: OrientSettings) -> None:
+    """Fill every candidate's cache for ``train`` or ``val``; each network runs over a part once, however often it is asked for."""
+    data: Part = getattr(site, part)
+    for group in by_spec(c for c in candidates if part not in c.logits):
+        stack = Stack.of(group[0].spec, [c.state for c in group], data.images.device, settings.backend)
+        for candidate, logits in zip(group, stack_logits(stack, data.images, settings), strict=True):
+            candidate.logits[part] = logits
+
+
+def screen(candidates: Sequence[Candidate], site: Site, settings: OrientSettings) -> tuple[list[Candidate], list[str]]:
+    """Candidates whose mean recall over the classes they claim (and this node holds) is above chance, 1/P for P classes, by one standard error."""
+    for part in ("train", "val"):
+        part_logits(candidates, site, part, settings)
+    labels = torch.cat([site.train.labels, site.val.labels])
+    kept, log = [], []
+    for candidate in candidates:
+        right = torch.cat([candidate.logits["train"], candidate.logits["val"]]).argmax(1) == labels
+        claimed = [c for c in range(len(site.class_names)) if candidate.counts is None or candidate.counts[c] > 0]
+        held = [right[labels == c].double() for c in claimed if bool((labels == c).any())]
+        judged = sum(len(r) for r in held)
+        candidate.facts["raw_recall"] = recall = float(torch.stack([r.mean() for r in held]).mean()) if held else math.nan
+        chance = 1 / (len(held) if len(held) > 1 else len(site.class_names))
+        if judged < FEWEST or recall > chance + math.sqrt(chance * (1 - chance) / judged):
+            kept.append(candidate)
+        else:
+            log.append(
+                f"refused {candidate.sender}: it knows no more than chance of the classes it claims (recall {recall:.2f} on {judged} images)"
+            )
+    return kept, log

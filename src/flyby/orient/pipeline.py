@@ -1,0 +1,307 @@
+"""Federated Oriented Learning [Huang and Shu, ICML 2025] as a list of stages; a variant is a list with some left out.
+
+Stage by stage, for one node in one round: admit what was received, screen it, fine-tune, prune, post-tune, cut, score on validation data, select the
+top K, weigh them into a teacher, distil the teacher into the node's own architecture. FOL answers with the student, FOL-A with the teacher; the N
+variants adapt nothing. Test data is never looked at here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyby import parcel
+from flyby.data.site import Site
+from flyby.errors import BadInput, unknown
+from flyby.fusion.average import AverageSettings, FedAvg
+from flyby.fusion.base import Inbox
+from flyby.fusion.experts import ExpertsPredictor, expert_votes
+from flyby.fusion.predictor import Ensemble, Predictor, Single
+from flyby.orient import adapt, bounds
+from flyby.orient.admit import Check, admit, part_logits, screen
+from flyby.orient.candidate import Candidate
+from flyby.orient.collect import retain
+from flyby.orient.distill import Distilled
+from flyby.orient.ensemble import combine, fit_weights
+from flyby.orient.layers import cosine
+from flyby.orient.prune import channel_groups
+from flyby.orient.select import top_k
+from flyby.orient.settings import OrientSettings
+from flyby.orient.stack import Stack
+from flyby.orient.tuning import tune
+from flyby.parcel import Parcel
+
+SELF = "self"
+
+
+@dataclass
+class Work:
+    """What the stages hand on. ``site`` is on the device; ``peers`` are kept and new neighbours; ``done`` ends the round early."""
+
+    own_parcel: Parcel
+    received: Sequence[Parcel]
+    site: Site
+    settings: OrientSettings
+    key: tuple[object, ...]
+    device: torch.device
+    own: Candidate
+    peers: list[Candidate]
+    check: Check | None = None
+    chosen: list[Candidate] = field(default_factory=list)
+    teacher: Predictor | None = None
+    teacher_logits: dict[str, Tensor] = field(default_factory=dict)
+    student: Single | None = None
+    log: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    done: bool = False
+
+    @property
+    def to_adapt(self) -> list[Candidate]:
+        return [c for c in self.peers if self.settings.readapt or not c.adapted]
+
+
+Stage = Callable[[Work], None]
+
+
+@dataclass(frozen=True)
+class Personal:
+    """A personalised node: ``predictor`` is the variant's answer, ``own`` the parcel of its new model, ``kept`` the peers for the next round,
+    ``rows`` one line a candidate, ``facts`` weights, theorems and seconds, ``log`` what was refused or skipped and why."""
+
+    predictor: Predictor
+    student: Single
+    teacher: Predictor
+    own: Parcel
+    kept: list[Candidate]
+    rows: list[dict[str, Any]]
+    facts: dict[str, Any]
+    log: list[str]
+
+
+def admit_stage(work: Work) -> None:
+    fresh, log = admit(work.received, work.own_parcel, work.site, work.device, work.check)
+    work.log += log
+    room = max(0, work.settings.buffer - len(work.peers))
+    work.log += [f"left out {c.sender}: the buffer holds {work.settings.buffer} models" for c in fresh[room:]]
+    work.peers += fresh[:room]
+
+
+def screen_stage(work: Work) -> None:
+    if work.settings.screen:
+        passed, log = screen([c for c in work.peers if not c.adapted], work.site, work.settings)
+        work.log += log
+        work.peers = [c for c in work.peers if c.adapted or c in passed]
+
+
+def company_stage(work: Work) -> None:
+    if not work.peers:
+        work.log.append("no usable neighbour; this node keeps its own model")
+        work.done = True
+
+
+def finetune_stage(work: Work) -> None:
+    adapt.finetune(work.to_adapt, work.site, work.settings, work.key)
+
+
+def prune_stage(work: Work) -> None:
+    adapt.prune(work.to_adapt, work.own, work.site, work.settings, work.key)
+
+
+def posttune_stage(work: Work) -> None:
+    adapt.posttune(work.to_adapt, work.site, work.settings, work.key)
+
+
+def shrink_stage(work: Work) -> None:
+    adapt.shrink(work.to_adapt, work.site, work.settings)
+    for candidate in work.peers:
+        candidate.adapted = True
+
+
+def score_stage(work: Work) -> None:
+    """Eq. 7, on logits that later stages use again."""
+    everyone = [*work.peers, work.own]
+    part_logits(everyone, work.site, "val", work.settings)
+    for candidate in everyone:
+        candidate.score = float((candidate.logits["val"].argmax(1) == work.site.val.labels).double().mean())
+
+
+def early_exit_stage(work: Work) -> None:
+    own = work.own.score or 0.0
+    if work.settings.early_exit and not any((c.score or 0.0) > own for c in work.peers):
+        work.log.append(f"no neighbour beats this node's own validation accuracy of {own:.4f}; it keeps its model")
+        work.done = True
+
+
+def select_stage(work: Work) -> None:
+    """Algorithm 2: neighbours first, then self, as it lists them."""
+    everyone = [*work.peers, work.own]
+    places = top_k(
+        [c.score or 0.0 for c in everyone],
+        work.settings.top,
+        lambda place: cosine(work.own.spec, work.own.state, everyone[place].spec, everyone[place].state),
+    )
+    work.chosen = [everyone[place] for place in places]
+
+
+def weigh_stage(work: Work) -> None:
+    """Eq. 11, or the experts rule, on cached outputs."""
+    s, site = work.settings, work.site
+    part_logits(work.chosen, site, "train", s)
+    specs, networks = [c.spec for c in work.chosen], [c.network() for c in work.chosen]
+    cached = {part: torch.stack([c.logits[part] for c in work.chosen]) for part in ("train", "val")}
+    if s.teacher == "experts":
+        # An adapted member has seen its sender's classes and this node's.
+        seen = torch.tensor([[a + b for a, b in zip(c.counts or [0] * len(site.counts), site.counts, strict=True)] for c in work.chosen])
+        experts = ExpertsPredictor(specs, site.class_names, networks, form="softmax", votes=expert_votes(seen.double(), 1.0).float()).to(
+            work.device
+        )
+        with torch.no_grad():
+            for part in ("train", "val"):
+                scores = torch.cat([experts(piece) for piece in torch.split(getattr(site, part).images, 256)])
+                work.teacher_logits[part] = scores.clamp_min(1e-6).log()
+        work.teacher = experts
+        return
+    labels = site.train.labels if s.fit == "train" else site.val.labels
+    weights = fit_weights(cached[s.fit], labels, s.weights)
+    work.facts["weights"] = {c.sender if c is not work.own else SELF: round(float(w), 6) for c, w in zip(work.chosen, weights, strict=True)}
+    work.teacher_logits = {part: combine(logits, weights) for part, logits in cached.items()}
+    work.teacher = Ensemble(specs, site.class_names, networks, mean="logits", weights=weights.tolist())
+
+
+def distill_stage(work: Work) -> None:
+    """Eq. 12, and beside it what the theorems say."""
+    s, site = work.settings, work.site
+    start = Stack.of(work.own.spec, [work.own.state], work.device, s.backend)
+    problem = Distilled(start, work.teacher_logits["train"], s, work.teacher_logits["val"])
+    tuned = tune(start, problem, site, s, s.stage_epochs("distill"), (*work.key, "distill"), "distill")
+    work.facts |= {"distill_epochs": tuned.epochs[0], "distill_best": tuned.best_epochs[0], "distill_history": tuned.history}
+    student = Candidate(work.own.sender, work.own.spec, tuned.stack.states()[0], work.own.counts)
+    work.student = Single([student.spec], site.class_names, [student.network()])
+    if s.diagnostics:
+        part_logits([student], site, "train", s)
+        penalty = problem.penalty(tuned.stack.parameters)
+        work.facts["theorem_1"] = bounds.theorem_1(
+            student.logits["train"],
+            work.teacher_logits["train"],
+            site.train.labels,
+            s.temperature,
+            0.0 if penalty is None else float(penalty.detach()),
+        )
+        curvature = bounds.smoothness(tuned.stack, problem, site.train.images)
+        # The anchor's own curvature 2 lambda is all the convexity that can be vouched for.
+        work.facts["theorem_2"] = {"smoothness": curvature, "convexity": 2 * s.anchor, **bounds.theorem_2(s.lr, 2 * s.anchor, curvature)}
+
+
+def average_stage(work: Work) -> None:
+    """Gossip FedAvg: the mean of the own model and of every received one of the same architecture."""
+    admitted = {c.sender for c in work.peers}
+    same = [p for p in work.received if p.manifest.sender in admitted and p.manifest.spec == work.own.spec]
+    work.log += [
+        f"left out {p.manifest.sender}: averaging needs one architecture"
+        for p in work.received
+        if p.manifest.sender in admitted and p.manifest.spec != work.own.spec
+    ]
+    mean = FedAvg(AverageSettings(weights=work.settings.gossip)).fuse(Inbox([work.own_parcel, *same]))
+    assert isinstance(mean, Single)
+    work.student, work.teacher, work.peers = mean, mean, []
+
+
+MEET: tuple[Stage, ...] = (admit_stage, screen_stage, company_stage)
+ADAPT: tuple[Stage, ...] = (finetune_stage, prune_stage, posttune_stage, shrink_stage)
+MERGE: tuple[Stage, ...] = (score_stage, early_exit_stage, select_stage, weigh_stage, distill_stage)
+VARIANTS: dict[str, tuple[Stage, ...]] = {
+    "fol": (*MEET, *ADAPT, *MERGE),
+    "fol-a": (*MEET, *ADAPT, *MERGE),
+    "fol-n": (*MEET, *MERGE),
+    "fol-an": (*MEET, *MERGE),
+    "gossip": (admit_stage, company_stage, average_stage),
+    "local": (),
+}
+TEACHERS = frozenset({"fol-a", "fol-an"})  # these answer with the teacher
+
+
+def stages_of(variant: str) -> tuple[Stage, ...]:
+    if variant not in VARIANTS:
+        raise unknown("variant of FOL", variant, VARIANTS)
+    return VARIANTS[variant]
+
+
+def orient(
+    own: Parcel,
+    received: Sequence[Parcel],
+    site: Site,
+    settings: OrientSettings | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    *,
+    variant: str = "fol",
+    kept: Sequence[Candidate] = (),
+    number: int = 1,
+    check: Check | None = None,
+) -> Personal:
+    """One node, one round: personalise ``own`` with what was ``received`` (and the peers ``kept`` from the round before), on the site's own train and
+    validation data. A neighbour that cannot be used is refused with a reason in the log; a node without a usable one keeps its own model."""
+    settings = settings or OrientSettings()
+    stages, device = stages_of(variant), torch.device(device)
+    check_site(own, site, variant)
+    if prune_stage in stages:
+        channel_groups(own.manifest.spec.replace(head="linear"))  # says now, not after an hour, if torch-pruning is missing
+    mine = Candidate.of(own, device)
+    work = Work(
+        own, received, _only_train_and_val(site).to(device), settings, (seed, site.id, "orient", number), device, mine, list(kept), check
+    )
+    seconds: dict[str, float] = {}
+    for stage in stages:
+        started = time.perf_counter()
+        stage(work)
+        seconds[stage.__name__.removesuffix("_stage")] = round(time.perf_counter() - started, 4)
+        if work.done:
+            break
+    work.facts["seconds"] = seconds
+    return _personal(work, variant, number)
+
+
+def check_site(own: Parcel, site: Site, variant: str) -> None:
+    spec = own.manifest.spec
+    if own.manifest.class_names != site.class_names or (spec.size, spec.channels) != (site.size, site.channels):
+        raise BadInput(
+            f"the own model of {own.manifest.sender} is for other classes or other images than {site.id}'s data; train it on this data"
+        )
+    if variant not in ("local", "gossip") and len(site.val) == 0:
+        raise BadInput(
+            f"{variant} chooses by validation accuracy, and {site.id} has no validation images; hold some out with split.val=0.15"
+        )
+
+
+def _only_train_and_val(site: Site) -> Site:
+    """The site without its test part: what is not there cannot choose anything."""
+    nothing = type(site.test)(site.test.images[:0], site.test.labels[:0])
+    return Site(site.id, site.train, site.val, nothing, site.class_names, site.mirror)
+
+
+def _personal(work: Work, variant: str, number: int) -> Personal:
+    old = work.own_parcel.manifest
+    student = work.student or Single([work.own.spec], work.site.class_names, [work.own.network()])
+    teacher = work.teacher or student
+    own = work.own_parcel
+    if work.student is not None:
+        own = parcel.make(
+            sender=old.sender, method=variant, spec=old.spec, class_names=old.class_names, weights=student.networks[0].state_dict(), samples=old.samples,
+            counts=old.counts, counts_kind=old.counts_kind, codec=old.codec, meta={"version": number}, provenance={"oriented from": own.digest, "round": number},
+        )  # fmt: skip
+    rows = [_row(candidate, work) for candidate in [*work.peers, work.own]]
+    kept = [] if variant in ("local", "gossip") else retain(work.peers, work.settings.buffer, work.settings.top)
+    return Personal(teacher if variant in TEACHERS else student, student, teacher, own, kept, rows, work.facts, work.log)
+
+
+def _row(candidate: Candidate, work: Work) -> dict[str, Any]:
+    name = SELF if candidate is work.own else candidate.sender
+    return {
+        "sender": name, "model": candidate.spec.name, "version": candidate.version, "score": candidate.score, "chosen": candidate in work.chosen,
+        "weight": work.facts.get("weights", {}).get(name) if candidate in work.chosen else None, **candidate.facts,
+    }  # fmt: skip

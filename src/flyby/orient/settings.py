@@ -1,0 +1,102 @@
+"""Every number of FOL in typed values, with the paper's as defaults; the files that use a field say what it means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from flyby.data.views import ViewSettings
+
+Backend = Literal["auto", "vmap", "matmul", "loop"]
+
+
+class OrientSettings(BaseModel):
+    """How one node personalises its model from what it received; ``epochs`` bounds each of the four training stages."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    buffer: Annotated[int, Field(ge=1, description="Q: most neighbour models a node holds")] = 29
+    top: Annotated[
+        int, Field(ge=1, description="K: members of the ensemble; K - 1 adapted peers and the new self stay for the next round")
+    ] = 10
+    readapt: Annotated[bool, Field(description="adapt kept peers again in the next round")] = False
+
+    epochs: Annotated[int, Field(ge=1)] = 200
+    finetune_epochs: Annotated[int | None, Field(ge=0, description="default: epochs, as in the next three")] = None
+    prune_epochs: Annotated[int | None, Field(ge=0)] = None
+    post_epochs: Annotated[int | None, Field(ge=0)] = None
+    distill_epochs: Annotated[int | None, Field(ge=0)] = None
+    patience: Annotated[int, Field(ge=1, description="epochs without a better validation loss before a model stops")] = 20
+    lr: Annotated[float, Field(gt=0)] = 0.001
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.001
+    batch: Annotated[int, Field(ge=2)] = 32
+    views: ViewSettings | None = None
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+
+    lambda_p: Annotated[float, Field(ge=0, description="eq. 5: alignment")] = 0.1
+    gamma_shared: Annotated[float, Field(ge=0, description="eq. 5: group lasso of shared layers")] = 0.05
+    gamma_unshared: Annotated[float, Field(ge=0, description="eq. 5: group lasso of unshared layers")] = 0.02
+    squared: Annotated[bool, Field(description="eq. 5 squares the alignment norm (the poster does not)")] = True
+    reduction: Annotated[Literal["mean", "sum"], Field(description="mean over filters, or eq. 5's literal sum")] = "mean"
+    joint: Annotated[bool, Field(description="eq. 5 over weights and gates; false: gates only")] = True
+    threshold: Annotated[float, Field(ge=0, description="a filter goes under this share of its layer's median")] = 0.01
+
+    weights: Literal["simplex", "unconstrained"] = "simplex"
+    fit: Annotated[Literal["train", "val"], Field(description="where eq. 11 is fitted")] = "train"
+    teacher: Literal["ensemble", "experts"] = "ensemble"
+    early_exit: Annotated[bool, Field(description="keep the own model when no neighbour beats it on validation data")] = False
+    screen: Annotated[bool, Field(description="refuse a neighbour that knows no more than chance of the classes it claims")] = True
+
+    temperature: Annotated[float, Field(gt=0, description="eq. 12: T")] = 4.0
+    temperature_squared: Annotated[bool, Field(description="multiply eq. 12's KL by T^2")] = False
+    anchor: Annotated[float, Field(ge=0, description="eq. 12: lambda, pull towards the model before distillation")] = 0.01
+    watch: Annotated[
+        Literal["labels", "teacher"], Field(description="validation loss of distillation: eq. 12's KL to the teacher, or cross-entropy")
+    ] = "teacher"
+    gossip: Annotated[Literal["uniform", "size"], Field(description="weights of the gossip average")] = "uniform"
+
+    together: Annotated[bool, Field(description="adapt neighbours of one architecture in one step; false: one after another")] = True
+    stack: Annotated[int | None, Field(ge=1, description="most models in one step; default: all")] = None
+    backend: Annotated[Backend, Field(description="how several models take one step")] = "auto"
+    graph: Annotated[bool, Field(description="replay training steps as CUDA graphs")] = False
+    diagnostics: Annotated[bool, Field(description="measure latency and the theorems' quantities")] = True
+
+    def stage_epochs(self, stage: Literal["finetune", "prune", "post", "distill"]) -> int:
+        own: int | None = getattr(self, f"{stage}_epochs")
+        return self.epochs if own is None else own
+
+
+def _names(value: object) -> object:
+    """Node numbers may be written as numbers, and one alone without a list."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(str(part) for part in (value if isinstance(value, list | tuple) else [value]))
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+
+
+class FleetSettings(OrientSettings):
+    """A whole population: what one node does, and who meets whom."""
+
+    rounds: Annotated[int, Field(ge=1, le=1000, description="E: collection rounds")] = 3
+    sends: Annotated[Literal["pretrained", "current"], Field(description="what a neighbour sends when it is met")] = "pretrained"
+    eval_nodes: Annotated[Names, Field(description="nodes that are personalised and judged, by number or name; default: all")] = ()
+    fleet: Annotated[Names, Field(description="architectures, dealt to the nodes in turn; default: one for all")] = ()
+    schedule: Annotated[str | None, Field(description="a saved meeting schedule to replay")] = None
+
+
+def stage_defaults(size: tuple[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(pretraining, adaptation) settings for images of a size where the user names none: the paper's for satellites, for CIFAR-like images, and
+    ones found to work for tiny ones, which the paper has none of."""
+    common = {"momentum": 0.9, "weight_decay": 0.001}
+    if min(size) < 24:
+        train, stages = {"lr": 0.05, "batch": 32, "epochs": 100}, {"epochs": 20, "distill_epochs": 60}
+    elif min(size) < 48:
+        train, stages = {"lr": 0.01, "batch": 128, "epochs": 300}, {"epochs": 300}
+    else:
+        train, stages = {"lr": 0.001, "batch": 32, "epochs": 200}, {"epochs": 200}
+    shared = {**common, "lr": train["lr"], "batch": train["batch"]}
+    return {**train, **common, "patience": 20, "schedule": "constant"}, {**shared, **stages}

@@ -1,0 +1,263 @@
+"""The one loop behind fine-tuning, pruning, post-tuning and distillation: SGD on a stack of models, each with its own early stopping.
+
+``Problem`` says what is minimised. After every epoch each model's validation loss is looked at once; the weights of its best epoch (the
+state before the first counts too) are kept, a model that has not improved for ``patience`` epochs leaves the stack, and nothing inside
+an epoch waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flyby.data.site import Part, Site
+from flyby.data.views import PLAIN, ViewSettings, augment
+from flyby.objectives.supervised import Supervised
+from flyby.orient.settings import OrientSettings
+from flyby.orient.stack import Stack, Tensors, full
+from flyby.rng import generator
+
+Penalty = Tensor | None
+EVALUATION_BATCH = 256
+WARM_UP = 3
+
+
+class Problem:
+    """Plain cross-entropy on the node's own data: eqs. 4 and 6. The other problems change one thing each."""
+
+    extra: Tensors  # further leaves, stacked, learned beside the weights
+    learns_weights = True
+    augments = True
+
+    def __init__(self) -> None:
+        self.extra = {}
+
+    def effective(self, parameters: Tensors) -> Tensors:
+        """The parameters the network runs with."""
+        return parameters
+
+    def penalty(self, parameters: Tensors) -> Penalty:
+        """``[M]``: what is added to the data term, and to the validation loss that is watched."""
+        return None
+
+    def data_term(self, logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+        """``[M]`` from logits ``[M, B, C]``; ``rows`` are the batch's places in the training data."""
+        return cross_entropy(logits, labels)
+
+    def watched(self, logits: Tensor, val: Part) -> Tensor:
+        """``[M]``: the data term of the validation loss, from all logits of the validation part."""
+        return cross_entropy(logits, val.labels)
+
+    def watched_penalty(self, parameters: Tensors) -> Penalty:
+        return self.penalty(parameters)
+
+    def project(self) -> None:
+        """Called after each step, without gradients."""
+
+    def take(self, rows: Tensor) -> Problem:
+        """The same problem for some of the models."""
+        return self
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of each model: ``[M, B, C]`` to ``[M]``."""
+    models, batch, classes = logits.shape
+    losses = F.cross_entropy(logits.reshape(-1, classes), labels.repeat(models), reduction="none")
+    return losses.view(models, batch).mean(1)
+
+
+@dataclass
+class Tuned:
+    """What a training stage leaves: the best state of each model in one stack, further leaves likewise, and its history."""
+
+    stack: Stack
+    extra: Tensors
+    epochs: list[int]
+    best_epochs: list[int]
+    val_losses: list[float]
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Sgd:
+    """Momentum SGD on stacked leaves, as torch's: v <- m v + g + d w, w <- w - lr v. Decay acts on matrices and filters, as elsewhere in flyby."""
+
+    def __init__(self, weights: Tensors, extra: Tensors, settings: OrientSettings) -> None:
+        self.settings = settings
+        self.leaves = [*weights.values(), *extra.values()]
+        self.decayed = [i for i, t in enumerate(weights.values()) if t.ndim >= 3 and settings.weight_decay]
+        self.velocity = [torch.zeros_like(t) for t in self.leaves]
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...]) -> None:
+        moved = list(gradients)
+        if self.decayed:
+            grown = torch._foreach_add(
+                [moved[i] for i in self.decayed], [self.leaves[i] for i in self.decayed], alpha=self.settings.weight_decay
+            )
+            for i, gradient in zip(self.decayed, grown, strict=True):
+                moved[i] = gradient
+        torch._foreach_mul_(self.velocity, self.settings.momentum)
+        torch._foreach_add_(self.velocity, moved)
+        torch._foreach_add_(self.leaves, self.velocity, alpha=-self.settings.lr)
+
+
+class Stepper:
+    """One training step of a stack, eager or replayed as a CUDA graph (after a few real steps that warm the allocator)."""
+
+    def __init__(self, stack: Stack, problem: Problem, settings: OrientSettings) -> None:
+        self.stack, self.problem, self.settings = stack, problem, settings
+        weights = stack.parameters if problem.learns_weights else {}
+        self.optimizer = Sgd(weights, problem.extra, settings)
+        self.graph: Any = None
+        self.steps = 0
+        self.total = torch.zeros(len(stack), device=stack.device)
+
+    def __call__(self, x: Tensor, labels: Tensor, rows: Tensor) -> None:
+        if not (self.settings.graph and x.is_cuda):
+            self._step(x, labels, rows)
+            return
+        if self.graph is None and self.steps < WARM_UP:
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._step(x, labels, rows)
+            torch.cuda.current_stream().wait_stream(side)
+            self.steps += 1
+            return
+        if self.graph is None:
+            self.inputs = (x.clone(), labels.clone(), rows.clone())
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._step(*self.inputs)
+        for mine, new in zip(self.inputs, (x, labels, rows), strict=True):
+            mine.copy_(new)
+        self.graph.replay()
+
+    def _step(self, x: Tensor, labels: Tensor, rows: Tensor) -> None:
+        stack, problem = self.stack, self.problem
+        with autocast(self.settings, stack.device):
+            logits = full(stack.logits(x, problem.effective(stack.parameters), training=True))
+        losses = problem.data_term(logits, labels, rows)
+        penalty = problem.penalty(stack.parameters)
+        losses = losses if penalty is None else losses + penalty
+        # Every model's loss depends on its own tensors only, so the sum's gradient is each one's own.
+        gradients = torch.autograd.grad(losses.sum(), self.optimizer.leaves)
+        self.optimizer.step(gradients)
+        with torch.no_grad():
+            problem.project()
+            self.total += losses.detach()
+
+
+def tune(
+    stack: Stack, problem: Problem, site: Site, settings: OrientSettings, epochs: int, key: tuple[object, ...], label: str = ""
+) -> Tuned:
+    """Train a stack for at most ``epochs`` and give back the best state of each model. ``site``'s data must be on the stack's device;
+    everything random follows from ``key``, and is the same for every model of the node."""
+    device, train, spec = stack.device, site.train, stack.spec
+    mean, std = spec.statistics(device)
+    views = views_of(site, settings) if problem.augments else PLAIN
+    best, extra = Stack(spec, {**clone(stack.parameters)}, clone(stack.buffers), stack.backend), clone(problem.extra)
+    losses = validation(stack, problem, site, settings)
+    alive, lowest, best_epochs, ran = list(range(len(stack))), list(losses), [0] * len(stack), [0] * len(stack)
+    history: list[dict[str, Any]] = []
+    step = Stepper(stack, problem, settings)
+    for epoch in range(1, epochs + 1):
+        rng = generator(*key, "views", epoch, device=device)
+        step.total.zero_()
+        order = batches(len(train), settings.batch, generator(*key, "order", epoch)).to(device)
+        for rows in order.unbind(0):
+            step(augment(train.images[rows], views, mean, std, rng), train.labels[rows], rows)
+        losses = validation(stack, problem, site, settings)
+        history.append(
+            {
+                "stage": label,
+                "epoch": epoch,
+                "models": len(alive),
+                "loss": float((step.total / len(order)).mean()),
+                "val_loss": finite_mean(losses),
+            }
+        )
+        better = [m for m, (who, loss) in enumerate(zip(alive, losses, strict=True)) if loss < lowest[who]]
+        for m in better:
+            lowest[alive[m]], best_epochs[alive[m]] = losses[m], epoch
+        keep_best(best, extra, stack, problem, better, [alive[m] for m in better])
+        for who in alive:
+            ran[who] = epoch
+        going = [m for m, who in enumerate(alive) if epoch - best_epochs[who] < settings.patience]
+        if not going:
+            break
+        if len(going) < len(alive):
+            rows = torch.tensor(going, device=device)
+            velocity = [v[rows] for v in step.optimizer.velocity]
+            stack, problem, alive = stack.take(rows), problem.take(rows), [alive[m] for m in going]
+            step = Stepper(stack, problem, settings)
+            step.optimizer.velocity = velocity
+    return Tuned(best, extra, ran, best_epochs, lowest, history)
+
+
+@torch.no_grad()
+def keep_best(best: Stack, extra: Tensors, stack: Stack, problem: Problem, rows: list[int], whose: list[int]) -> None:
+    if not rows:
+        return
+    source, target = torch.tensor(rows, device=stack.device), torch.tensor(whose, device=stack.device)
+    for kept, now in ((best.parameters, stack.parameters), (best.buffers, stack.buffers), (extra, problem.extra)):
+        for name, tensor in kept.items():
+            tensor.detach().index_copy_(0, target, now[name].detach()[source])
+
+
+@torch.no_grad()
+def validation(stack: Stack, problem: Problem, site: Site, settings: OrientSettings) -> list[float]:
+    """The watched loss of each model; one wait for the device."""
+    logits = stack_logits(stack, site.val.images, settings, problem.effective(stack.parameters))
+    losses = problem.watched(logits, site.val)
+    penalty = problem.watched_penalty(stack.parameters)
+    values: list[float] = (losses if penalty is None else losses + penalty).tolist()
+    return [v if math.isfinite(v) else math.inf for v in values]
+
+
+@torch.no_grad()
+def stack_logits(stack: Stack, images: Tensor, settings: OrientSettings, parameters: Tensors | None = None) -> Tensor:
+    """Logits ``[M, N, C]`` in evaluation mode, in pieces."""
+    pieces = []
+    for piece in torch.split(images, EVALUATION_BATCH):
+        with autocast(settings, stack.device):
+            pieces.append(full(stack.logits(stack.spec.prepare(piece), parameters)))
+    return torch.cat(pieces, dim=1)
+
+
+def batches(samples: int, batch: int, rng: torch.Generator) -> Tensor:
+    """One epoch's rows ``[steps, batch]``: a permutation whose beginning fills up the last batch, as in the pretraining."""
+    batch = max(2, min(batch, samples))
+    steps = math.ceil(samples / batch)
+    order = torch.randperm(samples, generator=rng)
+    return order[torch.arange(steps * batch) % samples].view(steps, batch)
+
+
+def views_of(site: Site, settings: OrientSettings) -> ViewSettings:
+    views = settings.views if settings.views is not None else Supervised.views(site.size, site.mirror)
+    return views.model_copy(update={"views": 1})
+
+
+def autocast(settings: OrientSettings, device: torch.device) -> AbstractContextManager[Any]:
+    if settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda"):
+        return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)  # a cached cast would not be replayed by a graph
+    return nullcontext()
+
+
+def clone(tensors: Tensors) -> Tensors:
+    return {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+
+
+def finite_mean(values: list[float]) -> float | None:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else None
+
+
+Progress = Callable[[str], None]
