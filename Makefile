@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make setup   create .venv and install flyby with its development tools"
-	@echo "make demo    five sites on digits, three methods side by side, one report"
+	@echo "make demo    five sites on digits, five methods side by side, one report"
 	@echo "make test    lint, types and all tests with coverage"
 	@echo "make lint    ruff and mypy only"
 	@echo "make bench   flyby's loop against a bare PyTorch loop"
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	rm -rf $(DEMO)
-	$(BIN)/flyby run --method local,fedavg,ensemble --data digits --clients 5 --alpha 0.1 --epochs 20 --seed 0 --out $(DEMO)
+	$(BIN)/flyby run --method local,fedavg,ensemble,fafi,aurora --data digits --clients 5 --alpha 0.1 --epochs 20 --seed 0 --out $(DEMO)
 	@echo "Open the report in a browser: $(DEMO)/report.html"
 
 lint: $(STAMP)

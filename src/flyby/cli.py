@@ -40,7 +40,8 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
-        goes_on = {"run": "; the same command with --resume goes on from here", "train": "; the same command goes on from here"}
+        goes_on = {"run": "; the same command with --resume goes on from here"}
+        goes_on |= dict.fromkeys(("train", "study"), "; the same command goes on from here")
         _fail(f"interrupted{goes_on.get(sys.argv[1] if len(sys.argv) > 1 else '', '')}", 130)
     except FlybyError as error:
         _fail(str(error), error.exit_code)
@@ -94,6 +95,7 @@ def run(
     size: Size = None,
     settings: Set = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    track: Annotated[bool, typer.Option("--track", help="Also write TensorBoard event files, one folder a site (extra: track).")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -102,7 +104,10 @@ def run(
     from flyby.study.compare import compare
     from flyby.study.config import make_config
     from flyby.study.run import run as run_one
+    from flyby.study.track import check_tracking, write_events
 
+    if track:
+        check_tracking()
     names = [name.strip() for name in method.split(",") if name.strip()]
     if not names:
         raise BadInput("name a method; `flyby methods` lists them")
@@ -121,9 +126,13 @@ def run(
     options: dict[str, Any] = {"engine": engine, "device": device, "resume": resume, "command": command, "quiet": quiet}
     if len(names) == 1:
         result = run_one(configs[names[0]], folder, **options)
+        if track:
+            write_events(folder)
         _say(result, as_json, f"{_line(result)}\nreport: {folder / 'report.html'}")
     else:
         results = compare(configs, folder, **options)
+        for name in names if track else ():
+            write_events(folder / name)
         _say(results, as_json, "\n".join([*(_line(r) for r in results.values()), f"report: {folder / 'report.html'}"]))
 
 
@@ -360,16 +369,16 @@ def study(
 ) -> None:
     """A grid of runs: finished cells are never redone, uploads are shared by all server rules, the table has published values beside ours."""
     from flyby.study.grid import merge as merge_rows
-    from flyby.study.grid import read_study, run_study
+    from flyby.study.grid import missing, read_study, run_study
     from flyby.study.tables import write_table
 
     name, grid = read_study(name)
-    if merge:
-        merge_rows(results / f"{name}.jsonl", merge)
+    merged = merge_rows(results / f"{name}.jsonl", merge) if merge else 0
     done, left = (
-        (0, 0)
+        (0, len(missing(grid, results / f"{name}.jsonl")))
         if render
         else run_study(name, grid, results, work, data_root=data_root, engine=engine, device=device, limit=limit, quiet=quiet)
     )
     table = write_table(name, grid, results)
-    _say({"done": done, "left": left, "table": str(table)}, as_json, f"{done} cells done, {left} left; table: {table}")
+    facts = {"done": done, "left": left, "merged": merged, "table": str(table)}
+    _say(facts, as_json, f"{done} cells done, {left} left{f', {merged} rows merged' if merge else ''}; table: {table}")

@@ -85,7 +85,7 @@ class FleetSettings(OrientSettings):
     sends: Annotated[Literal["pretrained", "current"], Field(description="what a neighbour sends when it is met")] = "pretrained"
     eval_nodes: Annotated[Names, Field(description="nodes that are personalised and judged, by number or name; default: all")] = ()
     fleet: Annotated[Names, Field(description="architectures, dealt to the nodes in turn; default: one for all")] = ()
-    schedule: Annotated[str | None, Field(description="a saved meeting schedule to replay")] = None
+    meetings: Annotated[str | None, Field(description="a saved meeting schedule to replay")] = None
 
 
 def stage_defaults(size: tuple[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:

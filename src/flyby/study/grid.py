@@ -16,11 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flyby.errors import BadInput, FlybyError
-from flyby.files import digest, write_text
+from flyby.data.splits import Split
+from flyby.errors import BadInput, Diverged, unknown
+from flyby.files import digest, read_json, write_text
+from flyby.methods import check_pair, fusion_named, method_named, objective_named
 from flyby.settings import build
-from flyby.study.config import RunConfig, make_config
-from flyby.study.run import run
+from flyby.study.config import RunConfig, make_config, pick_device
+from flyby.study.run import hardware, run, versions
 
 
 class Study(BaseModel):
@@ -58,8 +60,12 @@ def read_study(name: str) -> tuple[str, Study]:
 
     path = Path(name) if Path(name).is_file() else Path("studies") / f"{name}.yaml"
     if not path.is_file():
-        there = sorted(p.stem for p in Path("studies").glob("*.yaml") if p.stem != "published")
-        raise BadInput(f"there is no study {name!r}; {'known: ' + ', '.join(there) if there else 'name a .yaml file'}")
+        there = [p.stem for p in Path("studies").glob("*.yaml") if p.stem != "published"]
+        raise (
+            unknown("study", name, there)
+            if there
+            else BadInput(f"there is no study {name!r} and no folder studies/ here; name a .yaml file")
+        )
     try:
         raw = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -84,7 +90,9 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
                 "assignments": chosen,
             }
             shape = {"name": split, "clients": clients, "alpha": alpha}
-            place = str(data_root / data) if data_root is not None and (data_root / data).exists() else data
+            place = str((data_root / data).resolve()) if data_root is not None and (data_root / data).exists() else data
+            if name:  # a rule that cannot fuse these uploads is refused before the first cell is run
+                check_pair(objective_named(method_named(method).objective), fusion_named(name))
             logical = make_config(method, data={"name": data}, split=shape, **words)
             key = digest(json.loads(logical.model_dump_json(exclude={"locals"})))
             yield Cell(make_config(method, data={"name": place}, split=shape, **words), key, data, rule or "own")
@@ -107,12 +115,20 @@ def merge(target: Path, sources: list[Path]) -> int:
     mine = {row["key"]: row for row in read_rows(target)}
     before = len(mine)
     for source in sources:
+        if not source.is_file():
+            raise BadInput(f"{source} is not a file of rows to merge; name another machine's results/NAME.jsonl")
         for row in read_rows(source):
             old = mine.setdefault(row["key"], row)
-            if old["split_hash"] != row["split_hash"]:
+            if old.get("split_hash") != row.get("split_hash"):
                 raise BadInput(f"{source} and {target} disagree on the split of cell {row['key']}: the data differs; keep them apart")
     write_text(target, "".join(json.dumps(row) + "\n" for row in mine.values()))
     return len(mine) - before
+
+
+def missing(study: Study, path: Path, data_root: Path | None = None) -> list[Cell]:
+    """The cells that have no row in ``path`` yet."""
+    have = {row["key"] for row in read_rows(path)}
+    return [cell for cell in cells(study, data_root) if cell.key not in have]
 
 
 def run_study(
@@ -132,8 +148,7 @@ def run_study(
     Returns (rows done now, rows still missing).
     """
     path = results / f"{name}.jsonl"
-    have = {row["key"] for row in read_rows(path)}
-    todo = [cell for cell in cells(study, data_root) if cell.key not in have]
+    todo = missing(study, path, data_root)
     started, longest, done = time.perf_counter(), 0.0, 0
     for cell in todo:
         began = time.perf_counter()
@@ -150,10 +165,8 @@ def run_study(
                 device=device,
                 brief=True,
             )
-        except FlybyError as error:
-            if error.exit_code != 3:
-                raise
-            result = {"accuracy": None, "diverged": str(error), "split_hash": "", "seconds": time.perf_counter() - began}
+        except Diverged as error:
+            result = lost(work / "runs" / cell.key, error, time.perf_counter() - began, device)
         spent = time.perf_counter() - began
         longest, done = max(longest, spent), done + 1
         append(path, row_of(name, cell, result))
@@ -165,6 +178,16 @@ def run_study(
                 flush=True,
             )
     return done, len(todo) - done
+
+
+def lost(folder: Path, error: Diverged, seconds: float, device: str) -> dict[str, Any]:
+    """What there is to say of a cell whose training diverged: all but an accuracy, from what its run wrote before it trained."""
+    split, resolved = Split.load(folder / "split.json"), read_json(folder / "config.json")["resolved"]
+    recipe = resolved["recipes"][0] if "recipes" in resolved else resolved
+    return {
+        "accuracy": None, "diverged": str(error), "split_hash": split.hash, "seconds": round(seconds, 3), "model": recipe["spec"]["name"],
+        "epochs": recipe["train"]["epochs"], "clients": len(split.shares), "hardware": hardware(pick_device(device)), "versions": versions(),
+    }  # fmt: skip
 
 
 def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
@@ -193,9 +216,10 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """One line, flushed to disk: a crash loses at most the line being written."""
+    """One line, flushed to disk: a crash loses at most the line being written, and what it left of that line spoils no later one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with open(path, "a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write("\n" * torn + json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -51,8 +51,13 @@ def drift(parcels: Sequence[Parcel], seed: int) -> float:
 
 def linear_cka(x: Tensor, y: Tensor) -> float:
     """Linear centred kernel alignment of two feature sets [n, d] of the same images: 1 the same up to rotation and scale, 0 unrelated."""
-    x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
+    x, y = (_unit(features.double() - features.double().mean(0)) for features in (x, y))
     return float((y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm()).clamp_min(1e-12))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Scaled to norm 1 (features that are all alike stay 0), so that the floor in a denominator means the same at every scale."""
+    return torch.div(x, x.norm().clamp_min(torch.finfo(x.dtype).tiny))
 
 
 @torch.no_grad()

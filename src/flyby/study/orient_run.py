@@ -146,12 +146,12 @@ def _check_parts(split: Split, judged: list[str]) -> None:
 
 
 def the_schedule(settings: FleetSettings, names: list[str], seed: int) -> Schedule:
-    if settings.schedule is None:
+    if settings.meetings is None:
         return make_schedule(names, settings.rounds, settings.buffer, settings.top, seed)
-    schedule = Schedule.load(settings.schedule)
+    schedule = Schedule.load(settings.meetings)
     if set(schedule.nodes) != set(names) or len(schedule.rounds) < settings.rounds:
         raise BadInput(
-            f"{settings.schedule} is for {len(schedule.nodes)} nodes and {len(schedule.rounds)} rounds, this run has {len(names)} and {settings.rounds} "
+            f"{settings.meetings} is for {len(schedule.nodes)} nodes and {len(schedule.rounds)} rounds, this run has {len(names)} and {settings.rounds} "
             "(or other names); make one for this run"
         )
     return schedule

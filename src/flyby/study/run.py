@@ -100,14 +100,15 @@ def run(
             ledger.record(parcel.read_manifest(path).sender, SERVER, path.stat().st_size, file_digest(path))
         ledger.save(out / "ledger.json")
         predictor = None
+        proxy = _proxy(config, bundle)
         if todo.fusion:
-            predictor = todo.fusion.fuse(Inbox(paths), proxy=_proxy(config, bundle), seed=config.seed, device=device)
+            predictor = todo.fusion.fuse(Inbox(paths), proxy=proxy, seed=config.seed, device=device)
             if not brief:
                 card = {"method": config.method, "fusion": todo.fusion.name, "sites": len(paths)}
                 save_predictor(predictor, out / "global", card, export=False)
         fused = time.perf_counter()
         judged = judge(predictor, paths, bundle, split, device, config.locals)
-        judged |= looked_into(todo, jobs, paths, bundle, split, device)
+        judged |= looked_into(todo, jobs, paths, bundle, device, proxy)
         ended = time.perf_counter()
         timings = {"load": loaded - started, "train": trained - loaded, "fuse": fused - trained, "evaluate": ended - fused}
         result = {
@@ -268,10 +269,10 @@ def judge(
     return judged | ({"local_accuracy": alone} if alone else {})
 
 
-def looked_into(todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBundle, split: Split, device: str) -> dict[str, Any]:
+def looked_into(todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBundle, device: str, proxy: Any = None) -> dict[str, Any]:
     """How alike the clients became, and what fusing their snapshots would have given: offline, with nothing in the ledger."""
     assert bundle.test is not None
-    probe = part_of(bundle.test, range(min(PROBE, len(bundle.test)))).images
+    probe = part_of(bundle.test, range(0, len(bundle.test), -(-len(bundle.test) // PROBE))).images  # spread out: a test set may be sorted
     found: dict[str, Any] = {}
     kept = jobs[0].folder / "consistency.json"  # a fact about the uploads: rules that share them share it
     if len(paths) <= MANY and not kept.exists():
@@ -284,7 +285,9 @@ def looked_into(todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBund
         found["checkpoints"] = []
         for folder in snapshots:
             assert todo.fusion is not None
-            predictor = todo.fusion.fuse(Inbox(sorted(folder.glob("*.parcel"))), seed=todo.config.seed, device=device)
+            # In the sites' own order, as the run itself; a site that had stopped before that epoch is there with what it sent.
+            kept_then = [then if (then := folder / path.name).exists() else path for path in paths]
+            predictor = todo.fusion.fuse(Inbox(kept_then), proxy=proxy, seed=todo.config.seed, device=device)
             found["checkpoints"].append({"epoch": int(folder.name), "accuracy": _scored(predictor, test, bundle.test.classes, device)[0]})
     return found
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from flyby.errors import BadInput
 from flyby.files import write_text
-from flyby.study.grid import Study, read_rows
+from flyby.methods import method_named
+from flyby.study.grid import Cell, Study, cells, read_rows
 
 Row = dict[str, Any]
 
@@ -36,48 +37,63 @@ def cell_text(values: list[float | None]) -> str:
 
 
 def render(name: str, study: Study, results: Path, figures: list[Row] | None = None) -> str:
-    """One table for every (data, split, clients, epochs): a line a method and rule, a column an alpha, published lines below."""
-    rows = read_rows(results / f"{name}.jsonl")
+    """One table for every (data, model, clients, split, epochs): a line a method and rule, a column an alpha, published lines below.
+
+    Only rows of the study as it stands are shown: one that was run under other settings must not enter a mean."""
+    place = results / f"{name}.jsonl"
+    everything = read_rows(place)
+    if not everything:
+        raise BadInput(f"{place} holds no rows yet; run flyby study {name} first")
+    wanted = {cell.key: (cell.config.method, _rule(cell)) for cell in cells(study)}
+    rows = [row for row in everything if row["key"] in wanted]
     if not rows:
-        raise BadInput(f"{results / (name + '.jsonl')} holds no rows yet; run flyby study {name} first")
+        raise BadInput(f"{place} holds {len(everything)} rows, none of them of the study as it stands; run flyby study {name} again")
     figures = published() if figures is None else figures
-    lines = [f"# {study.title}", "", study.note.strip(), ""] if study.note else [f"# {study.title}", ""]
-    groups = sorted({(r["data"], r["split"], r.get("clients", 0), r.get("epochs", 0), r.get("model", "")) for r in rows})
-    for data, split, clients, epochs, model in groups:
-        mine = [
-            r
-            for r in rows
-            if (r["data"], r["split"], r.get("clients", 0), r.get("epochs", 0), r.get("model", "")) == (data, split, clients, epochs, model)
-        ]
-        alphas = sorted({r["alpha"] for r in mine})
-        seeds = sorted({r["seed"] for r in mine})
+    lines = [f"# {study.title}", "", *([study.note.strip(), ""] if study.note else [])]
+    for group in sorted({_group(row) for row in rows}):
+        mine = [row for row in rows if _group(row) == group]
+        data, model, clients, split, epochs = group
         lines += [f"## {data}: {model}, {clients} clients, `{split}` split, {epochs} epochs", ""]
-        lines += [
-            "| clients' method | server rule | " + " | ".join(f"α = {a:g}" for a in alphas) + " |",
-            "|---|---|" + "---:|" * len(alphas),
-        ]
-        for method, rule in dict.fromkeys((r["method"], r["fusion"]) for r in mine):
-            found = [[r["accuracy"] for r in mine if (r["method"], r["fusion"], r["alpha"]) == (method, rule, a)] for a in alphas]
-            lines.append(f"| {method} | {rule} | " + " | ".join(cell_text(v) if v else "" for v in found) + " |")
-        printed = [f for f in figures if f["data"] == data and f["alpha"] in alphas]
-        notes: list[str] = []
-        for label in dict.fromkeys((f["method"], f["source"], f.get("caveat", "")) for f in printed):
-            values = {f["alpha"]: f["value"] for f in printed if (f["method"], f["source"], f.get("caveat", "")) == label}
-            if label[2] not in notes:
-                notes.append(label[2])
-            mark = notes.index(label[2]) + 1
-            lines.append(
-                f"| *{label[0]}* | *published: {label[1]} [{mark}]* | "
-                + " | ".join(f"*{values[a]:.2f}*" if a in values else "" for a in alphas)
-                + " |"
-            )
-        hardware = ", ".join(sorted({r["hardware"] for r in mine if "hardware" in r}))
-        train = [r["timings"]["train"] for r in mine if r.get("trained")]
-        lines += ["", f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads."]
-        if train:
-            lines.append(f"Training one set of uploads took {min(train):.0f} to {max(train):.0f} s ({hardware}).")
-        lines += [f"[{i + 1}] {note}" for i, note in enumerate(notes)] + [""]
+        lines += [*_table(mine, wanted, [f for f in figures if f["data"] == data]), ""]
+    if other := len(everything) - len(rows):
+        lines += [f"{other} rows that were run under other settings are left out.", ""]
     return "\n".join(lines)
+
+
+def _group(row: Row) -> tuple[str, str, int, str, int]:
+    return row["data"], row["model"], row["clients"], row["split"], row["epochs"]
+
+
+def _rule(cell: Cell) -> str:
+    return (method_named(cell.config.method).fusion or "none") if cell.rule == "own" else cell.rule
+
+
+def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Row]) -> list[str]:
+    alphas = sorted({row["alpha"] for row in rows})
+    lines = [
+        "| clients' method | server rule | " + " | ".join(f"α = {a:g}" for a in alphas) + " |",
+        "|---|---|" + "---:|" * len(alphas),
+    ]
+    for line in dict.fromkeys(wanted.values()):  # as the study lists them, whatever the order of the rows
+        found = [[r["accuracy"] for r in rows if (wanted[r["key"]], r["alpha"]) == (line, a)] for a in alphas]
+        if any(found):
+            lines.append(f"| {line[0]} | {line[1]} | " + " | ".join(cell_text(v) if v else "" for v in found) + " |")
+    notes: list[str] = []
+    printed = [f for f in figures if f["alpha"] in alphas]
+    for label in dict.fromkeys((f["method"], f["source"], f.get("caveat", "")) for f in printed):
+        method, source, caveat = label
+        values = {f["alpha"]: f["value"] for f in printed if (f["method"], f["source"], f.get("caveat", "")) == label}
+        if caveat and caveat not in notes:
+            notes.append(caveat)
+        mark = f" [{notes.index(caveat) + 1}]" if caveat else ""
+        shown = [f"*{values[a]:.2f}*" if a in values else "" for a in alphas]
+        lines.append(f"| *{method}* | *published: {source}{mark}* | " + " | ".join(shown) + " |")
+    seeds = sorted({row["seed"] for row in rows})
+    lines += ["", f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads."]
+    if spent := [row["timings"]["train"] for row in rows if row.get("trained")]:
+        hardware = ", ".join(sorted({row["hardware"] for row in rows if row.get("trained")}))
+        lines.append(f"Training one set of uploads took {min(spent):.0f} to {max(spent):.0f} s ({hardware}).")
+    return lines + ([""] if notes else []) + [f"- [{i}] {note}" for i, note in enumerate(notes, 1)]
 
 
 def write_table(name: str, study: Study, results: Path) -> Path:
