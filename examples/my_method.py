@@ -8,12 +8,13 @@ For each single weight, the sites' values theta_1 .. theta_K are sorted, the sha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from flyby.cli import main
-from flyby.data.dataset import Dataset
 from flyby.fusion import FUSIONS, Fusion, FusionSettings, Inbox, Predictor
 from flyby.fusion.predictor import Single
 from flyby.methods import METHODS, Method
@@ -34,7 +35,7 @@ class Median(Fusion):
     settings_type = MedianSettings
     settings: MedianSettings
 
-    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+    def fuse(self, parcels: Inbox, **_: Any) -> Predictor:
         parcels.same_spec(self.name)
         sent = [parcel.weights for parcel in parcels]
         spec = parcels.manifests[0].spec

@@ -86,7 +86,9 @@ def test_kept_peers_are_scored_again_and_not_adapted_again(nodes: dict[str, tupl
         assert all(torch.equal(t, candidate.state[n]) for n, t in before[candidate.sender].items())
         assert candidate.score is not None
     again = orient(first.own, [nodes["n4"][1]], site, quick(buffer=3, readapt=True), kept=first.kept, number=2)
-    moved = [c for c in first.kept if any(not torch.equal(t, c.state[n]) for n, t in before[c.sender].items() if c.state[n].shape == t.shape)]
+    moved = [
+        c for c in first.kept if any(not torch.equal(t, c.state[n]) for n, t in before[c.sender].items() if c.state[n].shape == t.shape)
+    ]
     assert moved
     assert again.own.manifest.meta == {"version": 2}
 
@@ -94,7 +96,9 @@ def test_kept_peers_are_scored_again_and_not_adapted_again(nodes: dict[str, tupl
 def test_what_cannot_be_used_is_refused_with_a_reason_and_the_round_goes_on(nodes: dict[str, tuple[Site, Parcel]]) -> None:
     site, own = nodes["n0"]
     good = nodes["n1"][1]
-    not_finite = dataclasses.replace(nodes["n2"][1], weights={n: t * math.nan if t.is_floating_point() else t for n, t in nodes["n2"][1].weights.items()})
+    not_finite = dataclasses.replace(
+        nodes["n2"][1], weights={n: t * math.nan if t.is_floating_point() else t for n, t in nodes["n2"][1].weights.items()}
+    )
     crashing = dataclasses.replace(nodes["n3"][1], weights={n: t for n, t in nodes["n3"][1].weights.items() if "conv2" not in n})
     inbox = [
         random_parcel("other-classes", names=("a", "b", "c")),

@@ -73,7 +73,7 @@ def test_the_other_forms_of_eq_5() -> None:
 
 
 def test_gates_are_projected_and_may_be_learned_alone() -> None:
-    problem, stack = hand_sized()
+    problem, _ = hand_sized()
     with torch.no_grad():
         problem.extra["backbone.fc1"].copy_(torch.tensor([[-0.3, 1.7]]))
         problem.project()

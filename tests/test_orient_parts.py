@@ -64,7 +64,7 @@ def test_a_schedule_is_seeded_and_can_be_replayed(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "s.json").read_text())
     raw["rounds"][0]["n0"] = ["n1"]
     (tmp_path / "s.json").write_text(json.dumps(raw))
-    with pytest.raises(BadInput, match="changed|twice"):
+    with pytest.raises(BadInput, match=r"changed|twice"):
         Schedule.load(tmp_path / "s.json")
     (tmp_path / "s.json").write_text('{"nodes": 3}')
     with pytest.raises(BadInput, match="not a meeting schedule"):

@@ -19,6 +19,7 @@ from flyby.errors import BadInput
 from flyby.study import figures
 from flyby.study.page import natural, size
 from flyby.study.report import RunData, build_html, write_report
+from flyby.study.trajectories import lambda_panels
 
 SITES = ("site-0", "site-1", "site-2")
 CLASSES = ("cat", "dog", "<script>alert(1)</script>", "$x_")
@@ -167,7 +168,7 @@ def test_long_ledgers_are_cut_after_twenty_rows_and_repeats_are_named(tmp_path: 
 def test_every_figure_speaks_and_no_id_is_used_twice(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "run", rows={"lambda": 7.5, "loss_align": 0.5}))
     drawings = [attrs for tag, attrs in page.tags if tag == "svg"]
-    assert len(drawings) == 4  # holdings, classes, training, lambda
+    assert len(drawings) == 5  # holdings, classes, training, lambda, its terms
     assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in drawings)
     ids = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
     assert len(ids) == len(set(ids))
@@ -312,10 +313,8 @@ def test_lambda_section_has_the_manual_schedule_and_the_product(tmp_path: Path) 
     assert "a manual schedule, 18 → 0" in text
     plain = write_report(make_run(tmp_path / "plain")).read_text()
     assert "manual schedule" not in plain
-    from flyby.study.report import _lambda_panels
-
-    weight, term = _lambda_panels(RunData.read(folder))
-    assert list(weight.guide) == [(1.0, 18.0), (4.0, 0.0)]
+    weight, term = lambda_panels(RunData.read(folder))
+    assert list(weight.guide) == [(0.0, 18.0), (4.0, 0.0)]  # 18 (1 - epoch / 4), the `linear` weighting
     assert term.lines["site-1"] == [(epoch, 2.0) for epoch in (1.0, 2.0, 3.0, 4.0)]
 
 
@@ -389,6 +388,6 @@ def test_in_a_browser(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     page = Page(done.stdout)
     assert page.tables["results"][1][2] == "87.3"
-    assert sum(tag == "svg" for tag, _ in page.tags) == 4
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
     assert "script" not in {tag for tag, _ in page.tags}
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

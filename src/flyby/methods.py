@@ -7,7 +7,8 @@ from typing import Any
 
 from flyby.errors import BadInput, unknown
 from flyby.fusion import FUSIONS, Fusion
-from flyby.objectives import OBJECTIVES, Objective
+from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
+from flyby.objectives.statistics import STATISTICS
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,25 @@ def fusion_named(name: str) -> type[Fusion]:
     return FUSIONS[name]
 
 
-def check_pair(objective: type[Objective], fusion: type[Fusion]) -> None:
-    """Refuse, before any training, a server rule that asks for what the sites' objective does not send."""
-    missing = fusion.needs - objective.provides
-    if missing:
-        able = sorted(o.name for o in OBJECTIVES.values() if fusion.needs <= o.provides)
-        fits = sorted(f.name for f in FUSIONS.values() if f.needs <= objective.provides)
-        raise BadInput(
-            f"fusion {fusion.name!r} needs {', '.join(sorted(missing))}, which objective {objective.name!r} does not provide; "
-            f"objectives that do: {', '.join(able) or 'none'}; fusions that fit {objective.name!r}: {', '.join(fits)}"
-        )
+def check_pair(objective: type[Objective], fusion: type[Fusion], settings: ObjectiveSettings | None = None) -> None:
+    """Refuse, before any training, a server rule that asks for what the sites' objective does not send under its settings."""
+    sent = objective.provided(settings or objective.settings_type())
+    missing = fusion.needs - sent
+    if not missing:
+        return
+    askable = missing & set(STATISTICS)
+    if "calibration" in missing and "calibration" in objective.provides:
+        cure = "leave out objective.calibrate=false"
+    elif askable == missing:
+        cure = f"ask the sites for it with --set objective.send=[{','.join(sorted(askable))}]"
+    else:
+        able = sorted(o.name for o in OBJECTIVES.values() if fusion.needs <= o.provides | set(STATISTICS))
+        cure = f"objectives that do: {', '.join(able) or 'none'}"
+    fits = sorted(f.name for f in FUSIONS.values() if f.needs <= sent)
+    raise BadInput(
+        f"fusion {fusion.name!r} needs {', '.join(sorted(missing))}, which objective {objective.name!r} does not provide; {cure}; "
+        f"fusions that fit it as it is: {', '.join(fits)}"
+    )
 
 
 def catalogue() -> list[dict[str, Any]]:

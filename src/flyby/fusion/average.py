@@ -7,6 +7,7 @@ FedAvg often reads like chance. Parcels are streamed: memory holds the sum and o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -34,7 +35,9 @@ class FedAvg(Fusion):
     settings_type = AverageSettings
     settings: AverageSettings
 
-    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+    def fuse(
+        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+    ) -> Predictor:
         parcels.same_spec("fedavg")
         total: dict[str, Tensor] = {}
         stream = iter(parcels)
@@ -96,7 +99,9 @@ class EnsembleFusion(Fusion):
     settings_type = EnsembleSettings
     settings: EnsembleSettings
 
-    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+    def fuse(
+        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+    ) -> Predictor:
         networks = [item.network() for item in parcels]
         specs = [m.spec for m in parcels.manifests]
         return Ensemble(specs, parcels.class_names, networks, mean=self.settings.mean, weights=weights_of(parcels, self.settings.weights))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -109,10 +109,16 @@ class Fusion(ABC):
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         self.settings = settings if settings is not None else self.settings_type()
+        self.sections: list[dict[str, Any]] = []  # what ``fuse`` found worth showing: sections of the report (title, text, table, svg)
 
     @abstractmethod
-    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
-        """One predictor from many parcels. ``proxy`` is unlabelled data for rules that can use some; never test data."""
+    def fuse(
+        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+    ) -> Predictor:
+        """One predictor from many parcels. ``proxy`` is unlabelled data for rules that can use some; never test data.
+
+        ``work`` is a folder in which long server work keeps its checkpoints, so that the same call goes on where it was interrupted.
+        """
 
 
 def weights_of(parcels: Inbox, weighting: str) -> list[float]:

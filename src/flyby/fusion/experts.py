@@ -12,6 +12,7 @@ s-: an expert that finds its class everywhere whispers. The shares are v_kc ~ sq
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -106,7 +107,9 @@ class Experts(Fusion):
     settings_type = ExpertsSettings
     settings: ExpertsSettings
 
-    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+    def fuse(
+        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+    ) -> Predictor:
         networks, tables = [], []
         shape = (3, len(parcels.class_names))
         for item in parcels:

@@ -8,6 +8,7 @@ prototype weights v are ``uniform`` (1 / K) or ``counts`` (n_kc / sum_k n_kc, so
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -71,7 +72,9 @@ class Iffi(Fusion):
     settings_type = IffiSettings
     settings: IffiSettings
 
-    def fuse(self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Predictor:
+    def fuse(
+        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+    ) -> Predictor:
         parcels.same_features("iffi")
         networks = [item.network() for item in parcels]
         rows = torch.stack([directions(net) for net in networks])

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby.data.site import Site
 from flyby.data.views import ViewSettings
+from flyby.errors import BadInput, unknown
 from flyby.models import ModelSpec, Network
+from flyby.objectives.calibration import calibrate
+from flyby.objectives.statistics import STATISTICS
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class ObjectiveSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    calibrate: bool = Field(True, description="send the three scalars a class that experts-calibrated needs")
+    send: tuple[str, ...] = Field((), description="further statistics for server rules that need them, e.g. [kfac]")
+
 
 class Objective(nn.Module):
     """A local loss. Subclasses set the class variables and write ``loss``; the other hooks do nothing by default."""
@@ -55,6 +61,14 @@ class Objective(nn.Module):
     def __init__(self, settings: ObjectiveSettings) -> None:
         super().__init__()
         self.settings = settings
+
+    @classmethod
+    def provided(cls, settings: ObjectiveSettings) -> frozenset[str]:
+        """What a site sends under these settings: ``provides``, and the statistics it was asked to ``send``."""
+        for name in settings.send:
+            if name not in STATISTICS:
+                raise unknown("statistic to send", name, STATISTICS) if STATISTICS else BadInput(f"there is no statistic {name!r} to send")
+        return (cls.provides if settings.calibrate else cls.provides - {"calibration"}) | set(settings.send)
 
     @classmethod
     def views(cls, size: tuple[int, int], mirror: bool) -> ViewSettings:
@@ -91,8 +105,11 @@ class Objective(nn.Module):
         return {}
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What the parcel carries beside the weights: (tensors, small named facts)."""
-        return {}, {}
+        """What the parcel carries beside the weights: (tensors, small named facts). Statistics are stored as ``NAME.REST``."""
+        tensors = calibrate(model, site, seed) if self.settings.calibrate and "calibration" in self.provides else {}
+        for name in self.settings.send:
+            tensors |= {f"{name}.{key}": value for key, value in STATISTICS[name](model, site, seed).items()}
+        return tensors, {}
 
 
 def accuracy_of(logits: Tensor, labels: Tensor) -> Tensor:

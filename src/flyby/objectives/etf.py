@@ -17,13 +17,11 @@ from flyby.data.site import Site
 from flyby.models import Network
 from flyby.models.anchors import simplex_etf
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms, accuracy_of
-from flyby.objectives.calibration import calibrate
 from flyby.objectives.supervised import Supervised
 
 
 class BalancedEtfSettings(ObjectiveSettings):
     anchor_seed: int = Field(0, ge=0, description="all sites must use the same")
-    calibrate: bool = True
 
 
 class BalancedEtf(Supervised):
@@ -46,4 +44,5 @@ class BalancedEtf(Supervised):
         return Terms(loss, {"train_accuracy": accuracy_of(logits, batch.labels)})
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return (calibrate(model, site, seed) if self.settings.calibrate else {}), {"anchor_seed": self.settings.anchor_seed}
+        tensors, facts = super().extras(model, site, seed)
+        return tensors, facts | {"anchor_seed": self.settings.anchor_seed}

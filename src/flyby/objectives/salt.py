@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from flyby.data.site import Site
 from flyby.data.views import SALT, ViewSettings
 from flyby.models import Network
 from flyby.objectives.base import Batch, Objective, ObjectiveSettings, Terms, accuracy_of
-from flyby.objectives.calibration import calibrate
 
 TRAIN = {"lr": 0.05, "momentum": 0.9, "clip": 1.0, "optimizer": "sgd"}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -34,7 +32,6 @@ class SaltSettings(ObjectiveSettings):
     tau: float = Field(0.07, gt=0, description="temperature of the supervised contrast")
     proto_tau: float = Field(1.0, gt=0, description="temperature of proto_feat")
     preset: Literal["paper", "as-run"] = "paper"
-    calibrate: bool = Field(True, description="send the scalars that experts-calibrated needs")
 
 
 def supcon(features: Tensor, labels: Tensor, tau: float, classes: int) -> Tensor:
@@ -95,6 +92,3 @@ class Salt(Objective):
     def epoch_state(self, model: Network) -> dict[str, Tensor]:
         norms = model.head.prototypes.detach().norm(dim=1)  # type: ignore[operator]
         return {"proto_norms": norms, "proto_norm": norms.mean(), "proto_norm_min": norms.min(), "proto_norm_max": norms.max()}
-
-    def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return (calibrate(model, site, seed) if self.settings.calibrate else {}), {}

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from flyby.data.site import Site
 from flyby.data.views import PLAIN, STANDARD, ViewSettings
 from flyby.models import Network
 from flyby.objectives.base import Batch, Objective, ObjectiveSettings, Terms, accuracy_of
-from flyby.objectives.calibration import calibrate
 
 
 class SupervisedSettings(ObjectiveSettings):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    calibrate: bool = Field(True, description="send the scalars that experts-calibrated needs")
 
 
 class Supervised(Objective):
@@ -40,6 +37,3 @@ class Supervised(Objective):
         logits = model(batch.images)
         loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.settings.label_smoothing)
         return Terms(loss, {"train_accuracy": accuracy_of(logits, batch.labels)})
-
-    def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return (calibrate(model, site, seed) if self.settings.calibrate else {}), {}

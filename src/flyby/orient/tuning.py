@@ -163,6 +163,7 @@ def tune(
     device, train, spec = stack.device, site.train, stack.spec
     mean, std = spec.statistics(device)
     views = views_of(site, settings) if problem.augments else PLAIN
+    torch.backends.cudnn.benchmark = True  # batches have one shape
     best, extra = Stack(spec, {**clone(stack.parameters)}, clone(stack.buffers), stack.backend), clone(problem.extra)
     losses = validation(stack, problem, site, settings)
     alive, lowest, best_epochs, ran = list(range(len(stack))), list(losses), [0] * len(stack), [0] * len(stack)

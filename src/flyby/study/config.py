@@ -152,9 +152,7 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     fusion = None
     if rule is not None:
         kind = fusion_named(rule)
-        check_pair(objective, kind)
-        if "calibration" in kind.needs and not getattr(settings, "calibrate", True):
-            raise BadInput(f"objective.calibrate=false keeps back the scalars that {rule} needs; leave it out, or choose --fusion experts")
+        check_pair(objective, kind, settings)
         fusion = kind(build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion"))
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)

@@ -60,13 +60,18 @@ _GUIDE: dict[str, Any] = {"color": "#b3bac2", "linestyle": (0, (5, 4)), "linewid
 
 @dataclass(frozen=True)
 class Panel:
-    """One small plot of lines over epochs: ``lines`` maps a name to its (epoch, value) points; ``guide`` is a faint dashed reference."""
+    """One small plot of lines over epochs: ``lines`` maps a name to its (epoch, value) points; ``guide`` is a faint dashed reference,
+    which leaves the frame where showing all of it would flatten the lines; ``low`` is where per cent begin (0, 50 or 80), ``log`` asks for
+    a logarithmic axis; a guide is a straight line between its first and its last point."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     percent: bool = False
+    low: int = 0
+    from_zero: bool = True
     guide: Sequence[tuple[float, float]] = ()
     guide_label: str = ""
+    log: bool = False
 
 
 def clean(value: object, limit: int | None = None) -> str:
@@ -255,18 +260,19 @@ def curves(panels: Sequence[Panel], height: float = 220) -> Figure:
         {"color": PALETTE[i % len(PALETTE)], "linestyle": "-" if i < len(PALETTE) else "--"} for i in range(len(names))
     ]
     bundle: dict[str, Any] = {"color": QUIET, "linewidth": 0.8, "alpha": 0.7}
-    keys = [(clean(name, 20), Line2D([], [], **look)) for name, look in zip(names, looks, strict=True)] if told else []
+    keys = [(clean(name, 20), Line2D([], [], **look)) for name, look in zip(names, looks, strict=True)] if told and len(names) > 1 else []
     keys += [(panel.guide_label, Line2D([], [], **_GUIDE)) for panel in panels if panel.guide]
     widths = [_room([label]) + 40 for label, _ in keys]
     per_row = len(keys) if sum(widths) <= WIDTH - 40 else int((WIDTH - 40) // max(widths))
     foot = 22 * math.ceil(len(keys) / per_row) + 8 if keys else 0
     gap = 52
-    wide = (WIDTH - 6 - gap * len(panels)) / len(panels)
+    wide = (WIDTH - 6 - gap * max(2, len(panels))) / max(2, len(panels))
     figure = _canvas(30 + height + 40 + foot)
     for place, panel in enumerate(panels):
         axes = _axes(figure, (gap + wide) * place + gap - 8, 30, wide, height)
         if panel.guide:
-            axes.plot(*zip(*panel.guide, strict=True), **_GUIDE, zorder=1)
+            (start, high), (end, low) = panel.guide[0], panel.guide[-1]  # in small steps: a logarithmic axis bends it
+            axes.plot(np.linspace(start, end, 200), np.linspace(high, low, 200), **_GUIDE, zorder=1)
         for name, look in zip(names, looks, strict=True):
             points = _thinned(panel.lines.get(name, ()), max(40, 4000 // len(names)))
             axes.plot(*points.T, **(look if told else bundle), marker="o" if len(points) <= 10 else "", markersize=3.5 if told else 2)
@@ -288,19 +294,45 @@ def _finish(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title)
     axes.set_xlabel("epoch")
     axes.grid(axis="y")
-    axes.margins(x=0.02)
+    if len(epochs) > 1:  # a guide may begin before the lines do
+        margin = 0.02 * (max(epochs) - min(epochs))
+        axes.set_xlim(min(epochs) - margin, max(epochs) + margin)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if len(epochs) == 1:
-        axes.set_xticks(list(epochs))
+    if len(epochs) <= 8:
+        axes.set_xticks(sorted(epochs))
     if panel.percent:
-        axes.set_ylim(0, 102)
-        axes.set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
+        ticks = range(panel.low, 101, {0: 25, 50: 10}.get(panel.low, 5))
+        axes.set_ylim(panel.low, 100 + (100 - panel.low) / 50)
+        axes.set_yticks(ticks, [f"{tick} %" for tick in ticks])
+    elif panel.log:
+        least = min((value for points in panel.lines.values() for _, value in points if value > 0), default=1.0)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=least / 1.5)
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1e4 else f"1e{math.log10(value):.0f}"))
+        axes.set_title(f"{panel.title} (log scale)")
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-        if axes.dataLim.y0 >= 0:
+        if panel.from_zero and axes.dataLim.y0 >= 0:
             axes.set_ylim(bottom=0)
+        _make_room(axes, panel)
+
+
+def _make_room(axes: Axes, panel: Panel) -> None:
+    """Give the lines three fifths of the height where the guide would leave them less than half, and say where the guide comes from."""
+    highest = max((value for points in panel.lines.values() for _, value in points), default=0.0)
+    start = max(panel.guide, key=lambda point: point[1], default=(0.0, 0.0))
+    if highest <= 0 or start[1] <= 2 * highest:
+        return
+    top = highest / 0.6
+    axes.set_ylim(top=top)
+    end = min(panel.guide, key=lambda point: point[1])
+    leaves = start[0] + (end[0] - start[0]) * (start[1] - top) / (start[1] - end[1])
+    axes.annotate(
+        f"↖ from {start[1]:.3g}", (leaves, top), (-4, -3), "data", "offset points", ha="right", va="top", fontsize=11, color=MUTED
+    )
 
 
 def _thinned(points: Sequence[tuple[float, float]] | Floats, most: int) -> Floats:

@@ -94,8 +94,14 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             if name:  # a rule that cannot fuse these uploads is refused before the first cell is run
                 check_pair(objective_named(method_named(method).objective), fusion_named(name))
             logical = make_config(method, data={"name": data}, split=shape, **words)
-            key = digest(json.loads(logical.model_dump_json(exclude={"locals"})))
-            yield Cell(make_config(method, data={"name": place}, split=shape, **words), key, data, rule or "own")
+            yield Cell(make_config(method, data={"name": place}, split=shape, **words), key_of(logical), data, rule or "own")
+
+
+def key_of(config: RunConfig) -> str:
+    """The hash of all that was asked for. What was left to its default stays out, so that a setting added to a later flyby redoes nothing;
+    so does ``locals``, which changes no accuracy of a row."""
+    asked = json.loads(config.model_dump_json(exclude={"locals"}, exclude_unset=True))
+    return digest({name: value for name, value in asked.items() if value not in (None, {})})
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

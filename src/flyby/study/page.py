@@ -188,6 +188,10 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.1f}"
 
 
+def short(value: float | None) -> str:
+    return NONE if value is None else f"{value:#.3g}".rstrip(".")
+
+
 def whole(value: float) -> str:
     return f"{value:.0f}"
 

@@ -20,13 +20,12 @@ import numpy as np
 
 from flyby.errors import BadInput
 from flyby.files import write_text
-from flyby.study import figures, page
-from flyby.study.figures import Panel, clean
+from flyby.study import figures, page, trajectories
+from flyby.study.figures import clean
 from flyby.study.orient_figures import slope_chart
 from flyby.study.page import RunData
 
 SHOWN_CROSSINGS = 20
-OPEN_RUNS = 6  # beyond so many runs, each run's own curves are folded away
 SETTINGS = ("method", "objective", "fusion", "model", "data", "clients", "split", "alpha", "epochs", "seed")
 
 
@@ -52,8 +51,10 @@ def build_html(runs: list[RunData], title: str) -> str:
         ("holdings", "Who holds what", _holdings(runs)),
         ("classes", "Accuracy by class", _classes(runs)),
         ("clients", "Site by site", _clients(runs)),
-        ("training", "Training", _curves(runs, "training", _training_panels)),
-        ("lambda", "Alignment weight λ", _curves(runs, "lambda", _lambda_panels)),
+        ("training", "Training", trajectories.training(runs)),
+        ("lambda", "Alignment weight λ", trajectories.alignment(runs)),
+        ("checkpoints", "Had they stopped earlier", trajectories.stopped_earlier(runs)),
+        ("alike", "How alike the sites became", _consistency(runs)),
         ("crossings", "Communication", _communication(runs)),
         *((f"extra-{i}", heading, body) for i, (heading, body) in enumerate(_extras(runs))),
         ("reproduce", "How to reproduce", _reproduce(runs)),
@@ -281,58 +282,44 @@ def _clients(runs: list[RunData]) -> str:
     return table + (f'<p class="note">{note}</p>' if several else "")
 
 
-def _lines(run: RunData, value: Callable[[dict[str, Any]], float | None]) -> dict[str, list[tuple[float, float]]]:
-    """One named line a site; a row written twice (a resumed run) counts once, the later one."""
-    points: dict[str, dict[float, float]] = {}
-    for row in run.metrics:
-        epoch, number = page.number(row.get("epoch")), value(row)
-        if epoch is not None and number is not None:
-            points.setdefault(str(row.get("site", "")), {})[epoch] = number
-    return {site: sorted(points[site].items()) for site in sorted(points, key=page.natural)}
+# Every measure of result["consistency"]: its name, when sites are more alike, and what it is in one line.
+MEASURES: dict[str, tuple[str, str, str]] = {
+    "feature_agreement": (
+        "Feature agreement",
+        "higher",
+        "mean linear CKA between two sites’ features of the same held-out images: 1 is the same up to rotation and scale, 0 unrelated.",
+    ),
+    "drift": ("Drift", "lower", "how far a site’s weights moved from the start they all share, as a part of that start’s norm (mean)."),
+    "proto_consistency": (
+        "Prototype consistency",
+        "lower",
+        "spread of a class’s unit prototype over the sites that hold it, averaged over classes that two or more hold.",
+    ),
+    "proto_matrix_std": (
+        "Std of the mean prototypes",
+        page.NONE,
+        "standard deviation of all entries of the sites’ mean prototype matrix; it says how large prototypes are, not how alike.",
+    ),
+    "inter_client_std": (
+        "Std between sites",
+        "lower",
+        "standard deviation over sites of each prototype entry, averaged over all entries, classes a site lacks included.",
+    ),
+}
 
 
-def _training_panels(run: RunData) -> list[Panel]:
-    loss, validation = _lines(run, lambda row: page.number(row.get("loss"))), _lines(run, lambda row: page.number(row.get("val_loss")))
-    accuracy = _lines(run, lambda row: None if (share := page.number(row.get("train_accuracy"))) is None else 100 * share)
-    panels = [Panel("Training loss", loss), Panel("Validation loss", validation), Panel("Training accuracy", accuracy, percent=True)]
-    return [panel for panel in panels if panel.lines]
-
-
-def _lambda_panels(run: RunData) -> list[Panel]:
-    weight, term = _lines(run, lambda row: page.number(row.get("lambda"))), _lines(run, _weighted_alignment)
-    if not weight:
-        return []
-    epochs = [epoch for line in weight.values() for epoch, _ in line]
-    guide = [(min(epochs), 18.0), (max(epochs), 0.0)] if max(epochs) > min(epochs) else []
-    panels = [
-        Panel("λ, the weight of alignment", weight, guide=guide, guide_label="a manual schedule, 18 → 0"),
-        Panel("λ · L_align, what alignment adds to the loss", term),
-    ]
-    return [panel for panel in panels if panel.lines]
-
-
-def _weighted_alignment(row: dict[str, Any]) -> float | None:
-    weight, loss = page.number(row.get("lambda")), page.number(row.get("loss_align"))
-    stated = page.number(row.get("lambda_align"))
-    return stated if stated is not None else weight * loss if weight is not None and loss is not None else None
-
-
-def _curves(runs: list[RunData], key: str, panels_of: Callable[[RunData], list[Panel]]) -> str:
-    shown = [(run, panels) for run in runs if (panels := panels_of(run))]
-    parts = []
-    for i, (run, panels) in enumerate(shown):
-        sites = len({name for panel in panels for name in panel.lines})
-        titles = page.listed([panel.title.split(",")[0] for panel in panels])
-        spoken = f"{titles} by epoch for {page.plural(sites, 'site')}, {run.name}"
-        bundle = f"Each faint line is one of {sites} sites; the bold line is their median."
-        caption = bundle if sites > figures.LEGEND_LIMIT else ""
-        body = page.figure(figures.curves(f"{key}{i}", spoken, panels, 220 if len(runs) == 1 else 160), caption)
-        if len(shown) > OPEN_RUNS:
-            body = f"<details><summary>{page.text(run.name)}</summary>\n{body}</details>"
-        elif len(runs) > 1:
-            body = f"<h3>{page.text(run.name)}</h3>\n{body}"
-        parts.append(body)
-    return "\n".join(parts)
+def _consistency(runs: list[RunData]) -> str:
+    """How alike the sites' models are, a column a run, with a line on what each measure is."""
+    measured = {run.name: scores for run in runs if (scores := run.scores("consistency"))}
+    known = [name for name in MEASURES if any(scores.get(name) is not None for scores in measured.values())]
+    if not known:
+        return ""
+    columns = list(measured) if len(runs) > 1 else ["Value"]
+    head = ["Measure", "More alike if", *columns]
+    rows = [[*MEASURES[name][:2], *(page.short(scores.get(name)) for scores in measured.values())] for name in known]
+    words = "".join(f"<dt>{page.text(MEASURES[name][0])}</dt><dd>{page.text(MEASURES[name][2])}</dd>" for name in known)
+    table = page.table(head, rows, numeric=range(2, len(head)), key="consistency", label="How alike the sites’ models are")
+    return table + f"<dl>{words}</dl>"
 
 
 def _communication(runs: list[RunData]) -> str:

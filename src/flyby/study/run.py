@@ -102,7 +102,9 @@ def run(
         predictor = None
         proxy = _proxy(config, bundle)
         if todo.fusion:
-            predictor = todo.fusion.fuse(Inbox(paths), proxy=proxy, seed=config.seed, device=device)
+            predictor = todo.fusion.fuse(Inbox(paths), proxy=proxy, seed=config.seed, device=device, work=out / "server")
+            if todo.fusion.sections:
+                write_json(out / "extra.json", todo.fusion.sections)
             if not brief:
                 card = {"method": config.method, "fusion": todo.fusion.name, "sites": len(paths)}
                 save_predictor(predictor, out / "global", card, export=False)

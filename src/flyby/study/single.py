@@ -91,7 +91,9 @@ def fuse_parcels(
     for path in paths:
         ledger.record(parcel.read_manifest(path).sender, SERVER, path.stat().st_size, file_digest(path))
     images = load(proxy, size=inbox.manifests[0].spec.size[0]).train if proxy else None
-    predictor = fusion.fuse(inbox, proxy=images, seed=seed, device=pick_device(device))
+    work = out.parent / f".{out.name}.server"
+    predictor = fusion.fuse(inbox, proxy=images, seed=seed, device=pick_device(device), work=work)
+    shutil.rmtree(work, ignore_errors=True)
     card = {
         "fusion": rule,
         "sites": len(inbox),

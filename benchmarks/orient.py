@@ -1,0 +1,143 @@
+"""Adapting Q neighbours together against one by one, in one run: the same data, the same steps, every way there is.
+
+    python benchmarks/orient.py                      # small, on a CPU
+    python benchmarks/orient.py --device cuda        # vgg-wildfire at full width, 29 neighbours, batch 32
+
+``plain`` is an ordinary PyTorch loop (a module, autograd, torch.optim.SGD) over one neighbour after another; ``one by one`` is flyby's own loop
+with together: false; the others put all neighbours into one step. The ratio is against the faster of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from flyby.data.site import Part, Site
+from flyby.data.views import STANDARD, augment
+from flyby.models import ModelSpec
+from flyby.orient import OrientSettings
+from flyby.orient.stack import Stack
+from flyby.orient.tuning import Problem, autocast, tune
+from flyby.rng import generator
+
+
+def made_up(samples: int, size: int, device: torch.device) -> Site:
+    rng = generator("benchmark")
+
+    def part(count: int) -> Part:
+        images = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=rng)
+        return Part(images, torch.randint(2, (count,), generator=rng)).to(device)
+
+    return Site("bench", part(samples), part(32), part(2), ("no", "yes"))
+
+
+def states_of(spec: ModelSpec, models: int) -> list[dict[str, torch.Tensor]]:
+    return [dict(spec.build(generator("neighbour", i)).state_dict()) for i in range(models)]
+
+
+def plain(site: Site, spec: ModelSpec, models: int, epochs: int, settings: OrientSettings, device: torch.device) -> None:
+    """What one would write by hand for one neighbour after another."""
+    mean, std = spec.statistics(device)
+    for state in states_of(spec, models):
+        network = spec.build(device=device)
+        network.load_state_dict(state)
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(
+            network.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
+        )
+        for epoch in range(epochs):
+            network.train()
+            rng = generator(epoch, device=device)
+            order = torch.randperm(len(site.train), device=device)
+            for rows in order.split(settings.batch):
+                with autocast(settings, device):
+                    loss = F.cross_entropy(
+                        network(augment(site.train.images[rows], STANDARD, mean, std, rng)).float(), site.train.labels[rows]
+                    )
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            network.eval()
+            with torch.no_grad():
+                F.cross_entropy(network(spec.prepare(site.val.images)), site.val.labels).item()
+
+
+def stacked(site: Site, spec: ModelSpec, models: int, epochs: int, settings: OrientSettings, device: torch.device) -> None:
+    states = states_of(spec, models)
+    most = models if settings.together else 1
+    for first in range(0, models, most):
+        tune(Stack.of(spec, states[first : first + most], device, settings.backend), Problem(), site, settings, epochs, ("bench",))
+
+
+def seconds(work: Callable[[int], None], epochs: int, device: torch.device) -> float:
+    """Of ``epochs`` epochs, without what is spent once (allocation, the choice of kernels, graph capture)."""
+    work(1)
+    times = []
+    for count in (1, 1 + epochs):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work(count)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return times[1] - times[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="vgg-wildfire")
+    parser.add_argument("--models", type=int, default=None, help="neighbours (29 on a GPU, 4 on a CPU)")
+    parser.add_argument("--size", type=int, default=None, help="pixels a side (64 on a GPU, 16 on a CPU)")
+    parser.add_argument("--width", type=float, default=None)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=None)
+    parser.add_argument("--epochs", type=int, default=2)
+    words = parser.parse_args()
+    device, gpu = torch.device(words.device), words.device.startswith("cuda")
+    models, size = words.models or (29 if gpu else 4), words.size or (64 if gpu else 16)
+    width, samples = words.width or (1.0 if gpu else 0.25), words.samples or (640 if gpu else 64)
+    spec = ModelSpec(name=words.model, classes=2, channels=3, size=(size, size), width=width)
+    site = made_up(samples, size, device)
+    torch.backends.cudnn.benchmark = True
+    print(
+        f"{words.model} (width {width:g}), {models} neighbours, {samples} images of {size}x{size}, batch {words.batch}, {torch.cuda.get_device_name() if gpu else 'CPU'}"
+    )
+
+    def settings(**changes: object) -> OrientSettings:
+        return OrientSettings(batch=words.batch, patience=10_000, views=STANDARD, **changes)  # type: ignore[arg-type]
+
+    ways: dict[str, tuple[Callable[..., None], OrientSettings]] = {
+        "plain": (plain, settings()),
+        "one by one": (stacked, settings(together=False)),
+        "together, vmap": (stacked, settings(backend="vmap")),
+        "together, matmul": (stacked, settings(backend="matmul")),
+        "together, loop": (stacked, settings(backend="loop")),
+    }
+    if gpu:
+        ways |= {f"together, {b}, graph": (stacked, settings(backend=b, graph=True)) for b in ("vmap", "matmul", "loop")}
+    steps = words.epochs * -(-samples // words.batch)
+    base = float("inf")
+    for name, (work, how) in ways.items():
+        try:
+            spent = seconds(partial(work, site, spec, models, settings=how, device=device), words.epochs, device)
+        except Exception as error:  # one way that this device cannot go is no reason to lose the others
+            print(f"{name:<26} failed: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+            continue
+        if name in ("plain", "one by one"):
+            base = min(base, spent)
+        memory = f", {torch.cuda.max_memory_allocated() / 2**30:5.1f} GiB" if gpu else ""
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.empty_cache()
+        print(f"{name:<26} {spent / steps * 1000:9.2f} ms a step of all {models}   ratio {base / spent:5.2f}{memory}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
