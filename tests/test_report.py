@@ -101,7 +101,7 @@ def result(**changes: Any) -> dict[str, Any]:
     return base | changes
 
 
-def make_run(folder: Path, *, rows: dict[str, float] | None = None, crossings: list[dict[str, Any]] | None = None, **changes: Any) -> Path:
+def make_run(folder: Path, *, rows: dict[str, Any] | None = None, crossings: list[dict[str, Any]] | None = None, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     sent = [{"sender": site, "receiver": "server", "bytes": 123456, "digest": "ab" * 32, "round": 0} for site in SITES]
     metrics = [
@@ -316,6 +316,123 @@ def test_lambda_section_has_the_manual_schedule_and_the_product(tmp_path: Path) 
     weight, term = lambda_panels(RunData.read(folder))
     assert list(weight.guide) == [(0.0, 18.0), (4.0, 0.0)]  # 18 (1 - epoch / 4), the `linear` weighting
     assert term.lines["site-1"] == [(epoch, 2.0) for epoch in (1.0, 2.0, 3.0, 4.0)]
+
+
+LAMBDA = {"lambda": 3.0, "loss_align": 0.5}
+
+
+def svg_of(page_text: str, label: str) -> str:
+    """The one drawing whose spoken name begins so."""
+    (found,) = re.findall(rf'<svg role="img" aria-label="{re.escape(label)}.*?</svg>', page_text, flags=re.S)
+    return str(found)
+
+
+def shown_in(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_a_high_manual_line_does_not_flatten_the_sites(tmp_path: Path) -> None:
+    low = shown_in(svg_of(write_report(make_run(tmp_path / "low", rows=LAMBDA)).read_text(), "λ and λ · L_align"))
+    assert "↖ from 18" in low  # the frame ends at 3 / 0.6 = 5, and says where the dashed line comes from
+    assert {"4", "5"} & set(low)
+    assert not {"8", "12", "15", "16", "18"} & set(low)
+    high = shown_in(svg_of(write_report(make_run(tmp_path / "high", rows={**LAMBDA, "lambda": 9.5})).read_text(), "λ and λ · L_align"))
+    assert not [text for text in high if "from 18" in text]  # half the frame or more: the whole line is there
+    assert {"15", "16"} & set(high)
+    nothing = write_report(make_run(tmp_path / "zero", rows={**LAMBDA, "lambda": 0.0})).read_text()
+    assert "a manual schedule" in nothing
+
+
+def test_an_exploded_lambda_is_drawn_on_a_log_scale(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rows=LAMBDA)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["lambda"] = 1e6
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = shown_in(svg_of(write_report(folder).read_text(), "λ and λ · L_align"))
+    assert {"λ, the weight of alignment (log scale)", "10", "1000", "1e5"} <= set(shown)
+
+
+def test_lists_in_metrics_are_passed_over(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {**LAMBDA, "proto_norms": [1.0, 2.0], "loss_local": [3.0], "proto_norm": 1.5, "kind": "x", "flag": True}
+    text = write_report(make_run(tmp_path / "run", rows=rows)).read_text()
+    shown = shown_in(svg_of(text, "L_align and Prototype norm"))
+    assert "Prototype norm, mean over classes" in shown
+    assert "L_local" not in shown
+
+
+def test_runs_of_one_training_share_their_curves(tmp_path: Path) -> None:
+    for name in ("ensemble", "fedavg"):
+        make_run(tmp_path / "all" / name, method=name)
+    make_run(tmp_path / "all" / "aurora", method="aurora", rows=LAMBDA | {"loss": 9.0})
+    page = page_of(tmp_path / "all")
+    labels = [attrs["aria-label"] or "" for tag, attrs in page.tags if tag == "svg"]
+    assert [label.partition("sites, ")[2] for label in labels if label.startswith("Training loss")] == ["aurora", "ensemble and fedavg"]
+    assert "ensemble and fedavg (one training for all)" in page.text
+    assert sum(label.startswith("λ") for label in labels) == 1
+    assert not [label for label in labels if label.startswith("L_align")]  # the terms are for a single run's page
+
+
+CHECKPOINTS = [{"epoch": 2, "accuracy": 0.9}, {"epoch": 1, "accuracy": 0.85}]
+
+
+def test_what_stopping_earlier_would_have_given(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path / "run", checkpoints=CHECKPOINTS)).read_text()
+    page = Page(text)
+    assert "Had they stopped earlier" in page.text
+    assert "Accuracy if the sites had stopped earlier (offline; nothing was sent)" in page.text
+    assert "85.0 % after epoch 1, 90.0 % after epoch 2." in page.text
+    svg = svg_of(text, "Accuracy if the sites had stopped earlier: run 85.0 % at epoch 1, 90.0 % at epoch 2")
+    assert {"1", "2", "80 %", "100 %"} <= set(shown_in(svg))
+    assert "run" not in shown_in(svg)  # one line needs no legend
+    make_run(tmp_path / "all" / "a", checkpoints=CHECKPOINTS)
+    make_run(tmp_path / "all" / "b", checkpoints=[{"epoch": 1, "accuracy": 0.3}, {"epoch": 2, "accuracy": 0.6}])
+    make_run(tmp_path / "all" / "c")
+    svg = svg_of(write_report(tmp_path / "all").read_text(), "Accuracy if the sites had stopped earlier: a 85.0 %")
+    assert {"a", "b", "0 %"} <= set(shown_in(svg))
+    assert "c" not in shown_in(svg)
+
+
+MEASURED = {"feature_agreement": 0.32, "drift": 0.113, "proto_consistency": 0.03179, "proto_matrix_std": 0.989, "inter_client_std": 0.0431}
+
+
+def test_how_alike_the_sites_became(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", consistency=MEASURED))
+    assert page.tables["consistency"] == [
+        ["Measure", "More alike if", "Value"],
+        ["Feature agreement", "higher", "0.320"],
+        ["Drift", "lower", "0.113"],
+        ["Prototype consistency", "lower", "0.0318"],
+        ["Std of the mean prototypes", "–", "0.989"],
+        ["Std between sites", "lower", "0.0431"],
+    ]
+    assert "mean linear CKA between two sites’ features of the same held-out images" in page.text
+
+
+def test_a_comparison_has_a_column_a_run_and_explains_only_what_it_shows(tmp_path: Path) -> None:
+    make_run(tmp_path / "all" / "aurora", consistency=MEASURED)
+    make_run(tmp_path / "all" / "fedavg", consistency={"feature_agreement": 0.25, "drift": 100.0, "new": 1.0})
+    make_run(tmp_path / "all" / "old")
+    rows = page_of(tmp_path / "all").tables["consistency"]
+    assert rows[0] == ["Measure", "More alike if", "aurora", "fedavg"]
+    assert [row[2:] for row in rows[1:4]] == [["0.320", "0.250"], ["0.113", "100"], ["0.0318", "–"]]
+    plain = page_of(make_run(tmp_path / "plain", consistency={"drift": 0.5}))
+    assert [row[0] for row in plain.tables["consistency"]] == ["Measure", "Drift"]
+    assert "CKA" not in plain.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoints": None, "consistency": None},
+        {"checkpoints": [], "consistency": {}},
+        {"checkpoints": {"epoch": 1}, "consistency": [1]},
+        {"checkpoints": [3, {"epoch": 1}, {"epoch": "x", "accuracy": 0.5}], "consistency": {"drift": None, "new": 1.0}},
+    ],
+)
+def test_odd_or_empty_facts_leave_their_section_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+    page = page_of(make_run(tmp_path / "run", **changes))
+    assert "stopped earlier" not in page.text
+    assert "How alike" not in page.text
 
 
 def test_many_sites_and_classes_become_one_picture_with_the_counts_beside_it() -> None:

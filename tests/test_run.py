@@ -201,7 +201,7 @@ def test_a_rule_that_asks_for_more_than_the_sites_send_is_refused_before_trainin
 
     check_pair(OBJECTIVES["supervised"], FUSIONS["fedavg"])
     with pytest.raises(
-        BadInput, match=r"'needy' needs horoscopes, which objective 'supervised' does not provide.*fit 'supervised': .*fedavg"
+        BadInput, match=r"'needy' needs horoscopes, which objective 'supervised' does not provide.*fit it as it is: .*fedavg"
     ):
         check_pair(OBJECTIVES["supervised"], Needy)
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
+
+from flyby.data.site import Part, Site
 from flyby.errors import BadInput, unknown
 from flyby.fusion import FUSIONS, Fusion
+from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
 from flyby.objectives.statistics import STATISTICS
+from flyby.rng import generator
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,17 @@ METHODS: dict[str, Method] = {
         Method("fol-an", "supervised", None, "FOL-A without adapting the neighbours' models", FOL, orient="fol-an"),
         Method("gossip", "supervised", None, "no server: each node averages its model with those it met", FOL, orient="gossip"),
         Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", "FedETF: Li et al., ICCV 2023"),
+        Method("fedproto", "supervised", "fedproto", "nearest class mean over all clients", "FedProto: Tan et al., AAAI 2022", {"send": ["class-means"]}),
+        Method("fedtgp", "supervised", "fedtgp", "class means turned into trained global prototypes", "FedTGP: Zhang et al., AAAI 2024", {"send": ["class-means"]}),
+        Method("fedcvae", "cvae", "fedcvae", "clients' decoders paint the server's training set", "FedCVAE: Heinbaugh et al., ICLR 2023"),
+        Method("fedcvae-kd", "cvae", "fedcvae-kd", "the same through one distilled decoder, labels uniform", "FedCVAE: Heinbaugh et al., ICLR 2023"),
+        Method("dense", "supervised", "dense", "the ensemble distilled on images made from the models alone", "DENSE: Zhang et al., NeurIPS 2022"),
+        Method("coboosting", "supervised", "coboosting", "DENSE with harder images and a better-weighted ensemble", "Co-Boosting: Dai et al., ICLR 2024"),
+        Method("feddf", "supervised", "feddf", "the ensemble distilled on unlabelled proxy images (--set proxy=PATH)", "FedDF: Lin et al., NeurIPS 2020"),
+        Method("intactofl", "supervised", "intactofl", "all models kept under a gate trained on synthetic images", "IntactOFL: Zeng et al., ACM MM 2024"),
+        Method("fedlpa", "supervised", "fedlpa", "layer-wise posteriors joined by one solve a layer", "FedLPA: Liu et al., NeurIPS 2024", {"send": ["kfac"]}),
+        Method("maecho", "supervised", "maecho", "weights moved together where clients' inputs are free", "MA-Echo: Su et al., 2022", {"send": ["null-space"]}),
+        Method("ot", "supervised", "ot", "neurons matched layer by layer, then averaged", "OT fusion: Singh and Jaggi, NeurIPS 2020"),
     )
 }
 
@@ -105,16 +122,41 @@ def check_pair(objective: type[Objective], fusion: type[Fusion], settings: Objec
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """What ``flyby methods`` shows: each recipe with what crosses the wire and what its two halves need and provide."""
+    """What ``flyby methods`` shows: each recipe with what crosses the wire and what its two halves need and provide.
+
+    ``extra_bytes`` is what an upload carries beside its weights, measured on the demo's network (cnn-small, grey 8x8 images, 10 classes) for a site that
+    holds every class; ``weight_bytes`` are the weights themselves.
+    """
     rows = []
     for m in METHODS.values():
         objective = OBJECTIVES[m.objective]
+        settings = objective.settings_type.model_validate(m.objective_settings)
         fusion = FUSIONS[m.fusion] if m.fusion else None
+        exchanged = bool(fusion or m.orient)
+        weights, extras = upload_bytes(m.objective, settings) if exchanged else (0, 0)
         rows.append(
             {
                 "method": m.name, "objective": m.objective, "fusion": m.fusion, "about": m.about, "paper": m.paper,
-                "provides": sorted(objective.provides), "needs": sorted(fusion.needs) if fusion else [],
-                "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing", "mixed_architectures": bool(fusion and fusion.heterogeneous) or bool(m.orient),
+                "provides": sorted(objective.provided(settings)), "needs": sorted(fusion.needs) if fusion else [],
+                "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing",
+                "weight_bytes": weights, "extra_bytes": extras, "data_free": fusion is None or fusion.data_free,
+                "mixed_architectures": bool(fusion and fusion.heterogeneous) or bool(m.orient),
             }
         )  # fmt: skip
     return rows
+
+
+@cache
+def upload_bytes(name: str, settings: ObjectiveSettings) -> tuple[int, int]:
+    """Bytes of the weights and of the extras that a site of the demo sends: an untrained network over noise, since only shapes count."""
+    kind = OBJECTIVES[name]
+    rng = generator("flyby", "upload bytes")
+    spec = kind.adapt_spec(ModelSpec(name="cnn-small", classes=10, channels=1, size=(8, 8)), settings)
+    images = torch.randint(0, 256, (20, 8, 8, 1), generator=rng, dtype=torch.uint8)
+    part = Part(images, torch.arange(20) % 10)
+    site = Site("demo", part, part, part, tuple("0123456789"))
+    network, objective = spec.build(rng).eval(), kind(settings)
+    objective.prepare(network, site, 0)
+    extras, _ = objective.extras(network, site, 0)
+    weights, sent = list(network.state_dict().values()), list(extras.values())
+    return sum(t.nbytes for t in weights), sum(t.nbytes for t in sent)

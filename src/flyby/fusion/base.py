@@ -105,6 +105,7 @@ class Fusion(ABC):
     about: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     heterogeneous: ClassVar[bool] = False
+    data_free: ClassVar[bool] = True  # False: it cannot work without proxy images
     settings_type: ClassVar[type[FusionSettings]] = FusionSettings
 
     def __init__(self, settings: FusionSettings | None = None) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from flyby.objectives.aurora import Aurora
 from flyby.objectives.base import Batch, Objective, ObjectiveSettings, Terms
+from flyby.objectives.cvae import Cvae
 from flyby.objectives.etf import BalancedEtf
 from flyby.objectives.salt import Salt
 from flyby.objectives.supervised import Supervised
 
-OBJECTIVES: dict[str, type[Objective]] = {o.name: o for o in (Supervised, Salt, Aurora, BalancedEtf)}
+OBJECTIVES: dict[str, type[Objective]] = {o.name: o for o in (Supervised, Salt, Aurora, BalancedEtf, Cvae)}
 
 __all__ = ["OBJECTIVES", "Aurora", "BalancedEtf", "Batch", "Objective", "ObjectiveSettings", "Salt", "Supervised", "Terms"]

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
+from flyby.objectives.class_means import class_means
+from flyby.objectives.kfac import kfac
+from flyby.objectives.null_space import null_space
 
 Statistic = Callable[[Network, Site, int], dict[str, Tensor]]
 
-STATISTICS: dict[str, Statistic] = {}
+STATISTICS: dict[str, Statistic] = {"class-means": class_means, "kfac": kfac, "null-space": null_space}

@@ -25,6 +25,7 @@ from flyby.parcel import Parcel
 Check = Callable[[Parcel], None]
 PROBE = 4
 FEWEST = 8  # images by which a neighbour can be judged at all
+KNOWN = 0.2  # share of what is above chance; random weights reach a few hundredths more than chance, since images of a class are alike
 
 
 def read_inbox(folder: Path) -> tuple[list[Parcel], list[str]]:
@@ -103,7 +104,8 @@ def part_logits(candidates: Sequence[Candidate], site: Site, part: str, settings
 
 
 def screen(candidates: Sequence[Candidate], site: Site, settings: OrientSettings) -> tuple[list[Candidate], list[str]]:
-    """Candidates whose mean recall over the classes they claim (and this node holds) is above chance, 1/P for P classes, by one standard error."""
+    """Candidates whose mean recall over the P classes they claim (and this node holds) is clearly above chance, 1/P: by a fifth of what there is above
+    it, and by two standard errors."""
     for part in ("train", "val"):
         part_logits(candidates, site, part, settings)
     labels = torch.cat([site.train.labels, site.val.labels])
@@ -115,7 +117,8 @@ def screen(candidates: Sequence[Candidate], site: Site, settings: OrientSettings
         judged = sum(len(r) for r in held)
         candidate.facts["raw_recall"] = recall = float(torch.stack([r.mean() for r in held]).mean()) if held else math.nan
         chance = 1 / (len(held) if len(held) > 1 else len(site.class_names))
-        if judged < FEWEST or recall > chance + math.sqrt(chance * (1 - chance) / judged):
+        margin = max(KNOWN * (1 - chance), 2 * math.sqrt(chance * (1 - chance) / max(1, judged)))
+        if judged < FEWEST or recall > chance + margin:
             kept.append(candidate)
         else:
             log.append(

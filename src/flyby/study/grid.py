@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flyby.data.splits import Split
+from flyby.data.splits import SPLITS, Split
 from flyby.errors import BadInput, Diverged, unknown
 from flyby.files import digest, read_json, write_text
 from flyby.methods import check_pair, fusion_named, method_named, objective_named
@@ -52,6 +52,7 @@ class Cell:
     key: str
     data: str
     rule: str
+    former: tuple[str, ...] = ()
 
 
 def read_study(name: str) -> tuple[str, Study]:
@@ -91,10 +92,21 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             }
             shape = {"name": split, "clients": clients, "alpha": alpha}
             place = str((data_root / data).resolve()) if data_root is not None and (data_root / data).exists() else data
-            if name:  # a rule that cannot fuse these uploads is refused before the first cell is run
-                check_pair(objective_named(method_named(method).objective), fusion_named(name))
             logical = make_config(method, data={"name": data}, split=shape, **words)
-            yield Cell(make_config(method, data={"name": place}, split=shape, **words), key_of(logical), data, rule or "own")
+            config = make_config(method, data={"name": place}, split=shape, **words)
+            check_cell(config)
+            yield Cell(config, key_of(logical), data, rule or "own", former_keys(logical))
+
+
+def check_cell(config: RunConfig) -> None:
+    """Refuse what needs no data to be seen to fail, so that a study stops before its first cell and not at its last."""
+    if config.split.name not in SPLITS:
+        raise unknown("split", config.split.name, SPLITS)
+    method = method_named(config.method)
+    objective, rule = objective_named(method.objective), config.fusion_name or method.fusion
+    settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
+    if rule is not None:
+        check_pair(objective, fusion_named(rule), settings)
 
 
 def key_of(config: RunConfig) -> str:
@@ -102,6 +114,13 @@ def key_of(config: RunConfig) -> str:
     so does ``locals``, which changes no accuracy of a row."""
     asked = json.loads(config.model_dump_json(exclude={"locals"}, exclude_unset=True))
     return digest({name: value for name, value in asked.items() if value not in (None, {})})
+
+
+def former_keys(config: RunConfig) -> tuple[str, ...]:
+    """The keys of the first rows ever written: hashes of every field of that time, defaults and all."""
+    fields = {"method", "seed", "data", "split", "model", "fusion_name", "objective", "train", "views", "fusion"}
+    fields |= {"codec", "counts", "epsilon", "proxy"}
+    return tuple(digest(json.loads(config.model_dump_json(include=kept))) for kept in (fields, fields | {"orient"}))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -131,9 +150,15 @@ def merge(target: Path, sources: list[Path]) -> int:
     return len(mine) - before
 
 
+def settled(study: Study, path: Path) -> dict[str, dict[str, Any]]:
+    """The rows in ``path`` that belong to the study as it stands, by the key of their cell."""
+    names = {key: cell.key for cell in cells(study) for key in (cell.key, *cell.former)}
+    return {names[row["key"]]: row for row in read_rows(path) if row["key"] in names}
+
+
 def missing(study: Study, path: Path, data_root: Path | None = None) -> list[Cell]:
     """The cells that have no row in ``path`` yet."""
-    have = {row["key"] for row in read_rows(path)}
+    have = settled(study, path)
     return [cell for cell in cells(study, data_root) if cell.key not in have]
 
 

@@ -20,6 +20,7 @@ def slope_chart(key: str, label: str, slopes: object) -> str:
     if not isinstance(slopes, Mapping) or not isinstance(slopes.get("pairs"), Mapping):
         return ""
     pairs = {clean(name, 20): (float(p[0]) * 100, float(p[1]) * 100) for name, p in slopes["pairs"].items() if _is_pair(p)}
+    key = "".join(c if c.isalnum() else "-" for c in key)  # it becomes part of ids
     return slopes_figure(key, label, pairs, (clean(slopes.get("left", ""), 20), clean(slopes.get("right", ""), 20))) if pairs else ""
 
 

@@ -100,7 +100,7 @@ def run(
             ledger.record(parcel.read_manifest(path).sender, SERVER, path.stat().st_size, file_digest(path))
         ledger.save(out / "ledger.json")
         predictor = None
-        proxy = _proxy(config, bundle)
+        proxy = _proxy(config, bundle) if todo.fusion else None
         if todo.fusion:
             predictor = todo.fusion.fuse(Inbox(paths), proxy=proxy, seed=config.seed, device=device, work=out / "server")
             if todo.fusion.sections:
@@ -157,7 +157,7 @@ def _same_split(split: Split, out: Path) -> None:
 
 def _sweep(*folders: Path) -> None:
     """Take away the half-written files that a killed process left; the folder's lock is held, so nobody is writing them."""
-    for path in [path for folder in folders for path in folder.glob(".*.part")]:
+    for path in [path for folder in folders for path in folder.rglob(".*.part")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.methods import method_named
-from flyby.study.grid import Cell, Study, cells, read_rows
+from flyby.study.grid import Cell, Study, cells, read_rows, settled
 
 Row = dict[str, Any]
 
@@ -45,7 +45,7 @@ def render(name: str, study: Study, results: Path, figures: list[Row] | None = N
     if not everything:
         raise BadInput(f"{place} holds no rows yet; run flyby study {name} first")
     wanted = {cell.key: (cell.config.method, _rule(cell)) for cell in cells(study)}
-    rows = [row for row in everything if row["key"] in wanted]
+    rows = [{**row, "key": key} for key, row in settled(study, place).items()]
     if not rows:
         raise BadInput(f"{place} holds {len(everything)} rows, none of them of the study as it stands; run flyby study {name} again")
     figures = published() if figures is None else figures

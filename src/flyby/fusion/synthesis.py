@@ -1,0 +1,271 @@
+"""Images without data, the half that all data-free rules share: teachers, the BatchNorm loss, the synthesis loop, the pool.
+
+One synthesis: a fresh generator and n noise vectors z with random targets y; a few Adam steps on both against
+``L = objective(x, teachers' logits) + bn * L_BN``; the images of the step with the least L are kept.
+L_BN(x) = sum_k sum_l ||mu_l(x) - mu_kl|| + ||var_l(x) - var_kl||, over ALL BatchNorm layers l of ALL clients k.
+
+Memory. With W the bytes of a client's weights, A those of its activations for one image, n images in a batch and K clients:
+``resident: all`` K (W + n A); ``resident: one`` W + n A on the device and K W on the host, at the price of a second forward pass.
+Beside it stay the pool, N (H W channels + 4 K C) bytes and once more for the checkpoint's copy, and the student, 4 W + n A.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flyby.fusion.base import FusionSettings, Inbox
+from flyby.models import ModelSpec, Network
+from flyby.models.generator import Generator
+from flyby.rng import generator
+
+Resident = Literal["auto", "all", "one"]
+Precision = Literal["auto", "fp32", "bf16"]
+Objective = Callable[[Tensor, Tensor], Tensor]  # (images [N, C, H, W] in 0..1, clients' logits [K, N, C]) -> a loss
+ROOM = {
+    "cpu": 2 << 30,
+    "cuda": 32 << 30,
+}  # bytes that ``resident: auto`` lets all teachers take together; fixed, so that it decides alike everywhere
+
+
+class SynthesisSettings(FusionSettings):
+    """How one batch of images is made. The three weights are those of L = ce CE + bn L_BN + adv L_adv."""
+
+    images: int = Field(256, ge=2, description="images made in each server epoch")
+    latent: int = Field(256, ge=1, description="length of the noise vector z")
+    generator_width: int = Field(64, ge=1, description="channels of the generator's last hidden layer; the others have twice as many")
+    steps: int = Field(30, ge=1, description="Adam steps on generator and z")
+    generator_lr: float = Field(1e-3, gt=0)
+    betas: tuple[float, float] = (0.5, 0.999)
+    ce: float = Field(1.0, ge=0)
+    bn: float = Field(1.0, ge=0)
+    bn_clients: Literal["sum", "mean"] = Field("sum", description="L_BN summed over the clients, or divided by their number")
+    adv: float = Field(1.0, ge=0)
+    adv_temperature: float = Field(1.0, gt=0)
+
+
+def normalise(x: Tensor, spec: ModelSpec) -> Tensor:
+    """Images in 0..1 as a network of this spec wants them; on whole 255ths the same as ``spec.prepare``."""
+    mean, std = spec.statistics(x.device)
+    return (x - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)
+
+
+def mix(weights: Tensor, logits: Tensor) -> Tensor:
+    """The ensemble's logits sum_k w_k f_k(x), for logits [K, N, C] and weights [K], or [N, K] where each image has its own."""
+    return torch.einsum("k,knc->nc" if weights.ndim == 1 else "nk,knc->nc", weights, logits)
+
+
+def norms(network: nn.Module) -> list[_BatchNorm]:
+    return [m for m in network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+def with_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The network's output, and sum_l ||mean_l - running mean_l|| + ||var_l - running var_l|| of what its BatchNorm layers saw."""
+    terms: list[Tensor] = []
+
+    def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen = inputs[0].float().transpose(0, 1).flatten(1)
+        var, mean = torch.var_mean(seen, 1, correction=0)
+        assert isinstance(module, _BatchNorm)
+        assert module.running_mean is not None
+        assert module.running_var is not None
+        terms.append(torch.linalg.vector_norm(mean - module.running_mean) + torch.linalg.vector_norm(var - module.running_var))
+
+    hooks = [module.register_forward_pre_hook(see) for module in norms(network)]
+    try:
+        out = network(x).float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return out, torch.stack(terms).sum() if terms else out.new_zeros(())
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+class Teachers:
+    """The clients' frozen networks, all of them on the device at once or one after the other over the same batch."""
+
+    def __init__(
+        self, parcels: Inbox, device: torch.device | str, resident: Resident = "auto", batch: int = 256, precision: Precision = "auto"
+    ) -> None:
+        self.device, self.precision, self.batch = torch.device(device), precision, batch
+        self.specs = [m.spec for m in parcels.manifests]
+        each = {spec: memory_of(spec) for spec in self.specs}
+        needed = sum(weights + batch * activations for weights, activations in (each[spec] for spec in self.specs))
+        self.together = resident == "all" or (resident == "auto" and needed <= ROOM.get(self.device.type, 2 << 30))
+        home = self.device if self.together else torch.device("cpu")
+        self._networks: list[Network] = []
+        for item in parcels:
+            network = item.network(home).eval().requires_grad_(False)
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self._networks.append(network)
+        self.guests = {spec: spec.skeleton().to_empty(device=self.device).eval().requires_grad_(False) for spec in set(self.specs)} if home != self.device else {}  # fmt: skip
+        self.normed = [bool(norms(network)) for network in self._networks]
+        if self.together:
+            self.peak = needed
+        else:
+            on_host = 0 if self.guests else sum(each[spec][0] for spec in self.specs)
+            self.peak = on_host + max(weights + batch * activations for weights, activations in each.values())
+
+    def __len__(self) -> int:
+        return len(self._networks)
+
+    def networks(self) -> Iterator[Network]:
+        """Each network on the device, in client order; what is streamed is overwritten by the next one."""
+        for network in self._networks:
+            if guest := self.guests.get(network.spec):
+                guest.load_state_dict(network.state_dict())
+            yield guest or network
+
+    def logits(self, x: Tensor) -> Tensor:
+        """f_k(x) of every client, [K, N, C], without gradient; networks are the outer loop, so that each is fetched once."""
+        with torch.no_grad(), autocast(self.precision, self.device):
+            return torch.stack(
+                [
+                    torch.cat([network(normalise(part, network.spec)).float() for part in torch.split(x, self.batch)])
+                    for network in self.networks()
+                ]
+            )
+
+    def pull(self, x: Tensor, objective: Objective, bn: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        """L = objective(x, logits) + bn L_BN with its gradient at the images: (L, L_BN, dL/dx).
+
+        One network at a time, the chain rule is cut at the logits: they are found first without gradient, then each network pulls
+        dL/df_k back to the images by itself.
+        """
+        x = x.detach().requires_grad_()
+        if self.together:
+            with autocast(self.precision, self.device):
+                outs, distances = zip(*(with_distance(net, normalise(x, net.spec)) for net in self.networks()), strict=True)
+                distance = torch.stack(distances).sum()
+                loss = objective(x, torch.stack(outs)) + bn * distance
+            (gradient,) = torch.autograd.grad(loss, x)
+            return loss.detach(), distance.detach(), gradient
+        logits = self.logits(x).requires_grad_()
+        with autocast(self.precision, self.device):
+            loss = objective(x, logits)
+        direct, pulls = torch.autograd.grad(loss, (x, logits), allow_unused=True)
+        gradient = torch.zeros_like(x) if direct is None else direct
+        loss, distance = loss.detach(), torch.zeros((), device=x.device)
+        for network, wanted in zip(self.networks(), pulls, strict=True):
+            with autocast(self.precision, self.device):
+                out, apart = with_distance(network, normalise(x, network.spec))
+            gradient += torch.autograd.grad((out * wanted).sum() + bn * apart, x)[0]
+            distance += apart.detach()
+        return loss + bn * distance, distance, gradient
+
+
+def memory_of(spec: ModelSpec) -> tuple[int, int]:
+    """(bytes of the weights, bytes of all layers' outputs for one image) in float32, found without computing anything."""
+    network = spec.skeleton().eval()
+    numbers = 0
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal numbers
+        numbers += output.numel()
+
+    for module in network.modules():
+        if next(module.children(), None) is None:
+            module.register_forward_hook(count)
+    network(torch.empty((1, spec.channels, *spec.size), device="meta"))
+    return sum(math.prod(shape) * 4 for shape, _ in spec.shapes().values()), 4 * numbers
+
+
+def synthesise(
+    teachers: Teachers, classes: int, objective: Callable[[Tensor, Tensor, Tensor], Tensor], settings: SynthesisSettings, *key: object
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """One batch of images (uint8 [n, H, W, C]) with its targets, and what it reached. ``objective`` takes (x, logits, targets)."""
+    spec, device = teachers.specs[0], teachers.device
+    rng = generator(*key, "synthesis")
+    maker = Generator.build(spec.size, spec.channels, settings.latent, settings.generator_width, rng).to(device)
+    z = torch.randn(settings.images, settings.latent, generator=rng).to(device).requires_grad_()
+    targets = torch.randint(classes, (settings.images,), generator=rng).to(device)
+    optimizer = torch.optim.Adam([*maker.parameters(), z], lr=settings.generator_lr, betas=settings.betas)
+    bn = settings.bn / (len(teachers) if settings.bn_clients == "mean" else 1)
+    best, least, statistics = torch.zeros(()), torch.full((), torch.inf, device=device), torch.zeros((), device=device)
+    for step in range(settings.steps):
+        x = maker(z)
+        loss, distance, gradient = teachers.pull(x, lambda x, logits: objective(x, logits, targets), bn)
+        better = loss < least  # decided on the device: nothing waits for it
+        best = torch.where(better, x.detach(), best) if step else x.detach()
+        least, statistics = torch.where(better, loss, least), torch.where(better, distance, statistics)
+        optimizer.zero_grad(set_to_none=True)
+        x.backward(gradient)
+        optimizer.step()
+    images = best.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    return images, targets, {"synthesis_loss": float(least), "bn_distance": float(statistics)}
+
+
+class Pool(nn.Module):
+    """Images (uint8 [N, H, W, C]) with their targets and every client's logits on them [N, K, C]; ``weights`` [K] are the ensemble's.
+
+    A module, so that a checkpoint carries it; ``kept`` False leaves the images out, for data that can be read again.
+    """
+
+    def __init__(self, spec: ModelSpec, clients: int, device: torch.device | str, kept: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("images", torch.zeros((0, *spec.size, spec.channels), dtype=torch.uint8, device=device), persistent=kept)
+        self.register_buffer("labels", torch.zeros(0, dtype=torch.int64, device=device), persistent=kept)
+        self.register_buffer("logits", torch.zeros((0, clients, spec.classes), device=device), persistent=kept)
+        self.register_buffer("weights", torch.full((clients,), 1 / clients, device=device))
+
+    images: Tensor
+    labels: Tensor
+    logits: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def add(self, images: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """More images; ``logits`` as teachers give them, [K, n, C]."""
+        self.images, self.labels = torch.cat((self.images, images)), torch.cat((self.labels, labels))
+        self.logits = torch.cat((self.logits, logits.transpose(0, 1)))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        for name in state_dict:  # a pool takes whatever number of images it is given
+            setattr(self, name, torch.empty_like(state_dict[name]))
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+def as_unit(images: Tensor) -> Tensor:
+    """uint8 [N, H, W, C] to 0..1 [N, C, H, W]."""
+    return images.float().div(255).permute(0, 3, 1, 2)
+
+
+def picture_grid(images: Tensor, columns: int = 16, most: int = 64) -> str:
+    """The first images (uint8 [N, H, W, C], one or three channels shown) side by side, as an SVG around one PNG."""
+    from PIL import Image
+
+    shown = images[:most].cpu()
+    shown = shown[..., :3] if shown.shape[3] >= 3 else shown[..., :1].expand(-1, -1, -1, 3)
+    count, height, width, _ = shown.shape
+    rows = -(-count // columns)
+    columns = min(columns, count)
+    sheet = torch.full((rows * (height + 1) + 1, columns * (width + 1) + 1, 3), 255, dtype=torch.uint8)
+    for i, picture in enumerate(shown):
+        top, left = i // columns * (height + 1) + 1, i % columns * (width + 1) + 1
+        sheet[top : top + height, left : left + width] = picture
+    file = io.BytesIO()
+    Image.fromarray(sheet.numpy()).save(file, "PNG")
+    scale = max(1, 720 // sheet.shape[1])
+    across, down = sheet.shape[1] * scale, sheet.shape[0] * scale
+    data = base64.b64encode(file.getvalue()).decode()
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" width="{across}" height="{down}" role="img" '
+        f'aria-label="{count} synthetic images"><image width="{across}" height="{down}" style="image-rendering:pixelated" '
+        f'href="data:image/png;base64,{data}"/></svg>'
+    )
