@@ -170,9 +170,8 @@ def test_class_means_that_do_not_fit_are_refused() -> None:
     for name, (means, classes) in cases.items():
         bad = sent(1, **{"class-means.means": means, "class-means.classes": classes})
         for rule in (FedProto(), FedTgp()):
-            with pytest.raises(BadInput, match="site-1"):
-                rule.fuse(Inbox([sent(0), bad]))
-                pytest.fail(name)
+            with pytest.raises(BadInput, match="site-1"):  # a case that passes is named by the line below
+                assert rule.fuse(Inbox([sent(0), bad])) is None, name
     plain = parcel.make(
         sender="site-9", method="x", spec=MLP, class_names=NAMES, weights=MLP.build().state_dict(), samples=1, counts=(1, 0, 0)
     )
@@ -186,7 +185,7 @@ def test_class_means_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_margin_by_hand() -> None:
-    # Nearest neighbours: 0 -> 1 at 3, 1 -> 0 at 3, 2 -> 1 at 5 (0, 4 apart, then 3-4-5); the largest of them is 4 or 5 as computed here.
+    # A 3-4-5 triangle: the nearest neighbours are 3, 3 and 4 away, and the largest of these is 4.
     means = {0: torch.tensor([0.0, 0.0]), 1: torch.tensor([3.0, 0.0]), 4: torch.tensor([0.0, 4.0])}
     assert margin_of(means, 100.0) == pytest.approx(4.0)
     assert margin_of(means, 2.5) == 2.5
@@ -208,16 +207,16 @@ def test_the_margin_loss_by_hand() -> None:
 
 
 def test_trained_prototypes_stand_apart_more_than_the_averaged_means() -> None:
-    """Eight clients' means of four classes, whose clouds overlap: every trained prototype is nearest to its own class's centre."""
+    """Eight clients' means of four classes, in clouds: every averaged mean is nearest to its own trained prototype, and those are farther apart."""
     rng = generator("clouds")
-    centres = torch.randn(4, 6, generator=rng)
-    tables = [{c: centres[c] + 0.3 * torch.randn(6, generator=rng) for c in range(4)} for _ in range(8)]
+    centres = 2 * torch.randn(4, 6, generator=rng)
+    tables = [{c: centres[c] + torch.randn(6, generator=rng) for c in range(4)} for _ in range(8)]
     margin = margin_of(averaged(tables), 100.0)
-    trained, losses = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=200, lr=0.05), 0, "cpu")
-    assert losses[-1] < losses[0] / 2
+    trained, losses = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=400), 0, "cpu")
+    assert losses[-1] < losses[0] - 1
     assert distances(torch.stack(list(averaged(tables).values())), trained).argmin(1).tolist() == [0, 1, 2, 3]
     assert margin_of(dict(enumerate(trained)), 1e9) > margin
-    again, _ = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=200, lr=0.05), 0, "cpu")
+    again, _ = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=400), 0, "cpu")
     assert torch.equal(trained, again)
 
 
@@ -228,7 +227,7 @@ def test_the_kl_term_is_the_closed_form() -> None:
     mean, log_variance = torch.tensor([[0.5, -1.0], [0.0, 0.0]]), torch.tensor([[0.2, -0.7], [0.0, 0.0]])
     normal = torch.distributions.Normal(mean, (log_variance / 2).exp())
     wanted = torch.distributions.kl_divergence(normal, torch.distributions.Normal(0.0, 1.0)).sum(1).mean()
-    assert float(gaussian_kl(mean, log_variance)) == pytest.approx(float(wanted), rel=1e-6)
+    assert float(gaussian_kl(mean, log_variance)) == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert float(gaussian_kl(torch.zeros(3, 2), torch.zeros(3, 2))) == 0.0
 
 
@@ -250,7 +249,7 @@ def test_the_loss_is_the_sum_of_its_parts_and_the_classifier_is_untouched_by_the
     batch = Batch(MLP.prepare(site.train.images), site.train.labels, 1)
     terms = objective.loss(model, batch, torch.ones(()))
     wanted = terms.parts["cross_entropy"] + terms.parts["reconstruction"] + 0.5 * terms.parts["kl"]
-    assert float(terms.total) == pytest.approx(float(wanted), rel=1e-6)
+    assert float(terms.total.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert float(terms.parts["cross_entropy"]) == pytest.approx(float(F.cross_entropy(model(batch.images), batch.labels)), rel=1e-6)
     terms.total.backward()  # type: ignore[no-untyped-call]
     own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -428,7 +427,7 @@ def test_what_the_server_refuses() -> None:
             FedCvae().fuse(Inbox([good, with_decoder(1, (1, 1, 1), meta={"decoder_latent": bad, "decoder_width": 4})]))
     with pytest.raises(BadInput, match="use --fusion fedcvae"):
         FedCvaeKd().fuse(Inbox([good, with_decoder(1, (1, 1, 1), latent=4)]))
-    with pytest.raises(ValueError, match="unknown student"):
+    with pytest.raises(BadInput, match="unknown student"):
         FedCvaeSettings(student="cnn-smal")
     with pytest.raises(BadInput, match="needs decoder"):
         check_pair(OBJECTIVES["supervised"], FUSIONS["fedcvae"])

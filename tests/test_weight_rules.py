@@ -503,7 +503,7 @@ def test_sites_that_began_differently_need_matching(digits: DataBundle) -> None:
 def test_all_three_on_digits_beat_the_sites_alone(tmp_path: Path) -> None:
     methods = ("local", "fedavg", "fedlpa", "maecho", "ot")
     done(
-        "run", "--method", ",".join(methods), "--data", "digits", "--clients", 5, "--alpha", 0.5, "--epochs", 6, "--seed", 1, "--set", "model.width=0.5",
+        "run", "--method", ",".join(methods), "--data", "digits", "--clients", 5, "--alpha", 0.5, "--epochs", 8, "--seed", 1, "--model", "mlp",
         "--set", "objective.send=[kfac,null-space]", "--out", tmp_path / "run", "-q",
     )  # fmt: skip
     results = {name: result_of(tmp_path / "run" / name) for name in methods}

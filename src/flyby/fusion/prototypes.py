@@ -69,10 +69,8 @@ class NearestMeans(Predictor):
         if self.space == "shared":
             away = distances(torch.stack(features).mean(0), self.means_0)  # type: ignore[arg-type]
             return (-away).masked_fill(self.held.sum(0) == 0, torch.finfo(away.dtype).min)
-        total = torch.zeros(len(images), len(self.class_names), device=images.device)
-        for k, feature in enumerate(features):
-            total = total + self.held[k] * distances(feature, getattr(self, f"means_{k}")) / self.scales[k]
-        holders = self.held.sum(0)
+        each = torch.stack([distances(feature, getattr(self, f"means_{k}")) for k, feature in enumerate(features)])
+        total, holders = torch.einsum("kc,knc->nc", self.held / self.scales[:, None], each), self.held.sum(0)
         # A class nobody speaks for comes after all others.
         return (-total / holders.clamp_min(1)).masked_fill(holders == 0, torch.finfo(total.dtype).min)
 
@@ -112,7 +110,7 @@ class FedProto(Fusion):
 
 class FedTgpSettings(FusionSettings):
     scale: Literal["none", "means"] = "none"
-    epochs: int = Field(100, ge=1, description="passes over the uploaded means")
+    epochs: int = Field(500, ge=1, description="passes over the uploaded means; published: 100 in each of many rounds")
     batch: int = Field(10, ge=1)
     lr: float = Field(0.01, gt=0)
     threshold: float = Field(100.0, ge=0, description="largest margin")
