@@ -405,6 +405,17 @@ def test_the_steps_stay_bounded_and_settle(seed: int, eta: float, clients: int) 
     assert changes[2][1] < 0.01
 
 
+@pytest.mark.parametrize("name", ["mobilenetv2", "resnet18", "vgg-wildfire", "prototype", "projector"])
+@pytest.mark.parametrize(("rule", "statistic"), [("fedlpa", kfac), ("maecho", null_space)])
+def test_sites_that_agree_are_left_as_they_are_whatever_they_saw(name: str, rule: str, statistic: Any) -> None:
+    spec = SPECS[name]
+    network = lively(spec)
+    key = {"fedlpa": "kfac", "maecho": "null-space"}[rule]
+    parcels = [made(f"site-{k}", network, sent(key, statistic(network, site_of(spec, 5, seed=k), 0)), samples=5 + k) for k in range(2)]
+    for entry, value in FUSIONS[rule]().fuse(Inbox(parcels)).networks[0].state_dict().items():
+        assert torch.allclose(value, network.state_dict()[entry], atol=1e-5), entry
+
+
 # -- OT fusion --------------------------------------------------------------------------------------------------------------------------
 
 

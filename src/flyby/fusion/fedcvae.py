@@ -1,7 +1,7 @@
 """FedCVAE's server [Heinbaugh, Luz-Ricca and Shao, ICLR 2023]: the clients' decoders paint a training set.
 
 ``fedcvae`` (the paper's ENS): client k's decoder paints n_k / N of the images, labels from its own class frequencies, z from a truncated normal; a fresh
-classifier is trained on them. ``fedcvae-kd``: all decoders are first distilled into one,
+classifier is trained on them, with a little noise. ``fedcvae-kd``: all decoders are first distilled into one,
 min_D sum_k (n_k / N) E_{z, y ~ client k} ||D(z, y) - D_k(z, y)||^2, and that one paints all images, labels uniform over the classes that somebody holds.
 Every epoch names its own draws, so an interrupted fusion goes on from its last saved epoch to the same result.
 """
@@ -26,7 +26,7 @@ from flyby.files import digest
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
 from flyby.fusion.distill import Clock, batches, student_spec
 from flyby.fusion.predictor import Predictor, Single
-from flyby.fusion.synthesis import picture_grid
+from flyby.fusion.synthesis import normalise, picture_grid
 from flyby.models import ARCHITECTURES
 from flyby.models.decoder import Decoder, DecoderSpec, build
 from flyby.parcel import Parcel
@@ -54,11 +54,12 @@ class Drawn:
 
 
 class FedCvaeSettings(FusionSettings):
-    images: int = Field(5000, ge=2, description="synthetic images to train on")
+    images: int = Field(3000, ge=2, description="synthetic images to train on")
     truncation: float = Field(2.0, gt=0, description="no entry of z is farther than this from 0")
-    epochs: int = Field(20, ge=1, description="of the classifier")
+    epochs: int = Field(15, ge=1, description="of the classifier")
     batch: int = Field(64, ge=2)
     lr: float = Field(1e-3, gt=0)
+    noise: float = Field(0.2, ge=0, description="spread of the noise that each pixel (in 0..1) gets, anew in every epoch")
     student: str | None = Field(None, description="architecture of the classifier; the first client's where not named")
 
     @field_validator("student")
@@ -89,12 +90,19 @@ class FedCvae(Fusion):
         self.sections.clear()
         painted = self.paint(painters, seed, stages)
         network = spec.build(generator(seed, "server", "student")).to(device).train()
-        inputs, labels = spec.prepare(as_images(painted.pixels)), painted.labels
-        history = stages.train(
-            "classifier", network, self.settings.epochs, self.settings.lr,
-            lambda epoch: batches(len(labels), self.settings.batch, generator(seed, "server", "order", epoch), device),
-            lambda epoch, rows: F.cross_entropy(network(inputs[rows]), labels[rows]),
-        )  # fmt: skip
+        pixels, labels, rng = painted.pixels, painted.labels, generator(seed)
+
+        def order(epoch: int) -> Iterable[Tensor]:
+            nonlocal rng
+            rng = generator(seed, "server", "noise", epoch, device=device)
+            return batches(len(labels), self.settings.batch, generator(seed, "server", "order", epoch), device)
+
+        def loss_of(rows: Tensor) -> Tensor:
+            # A decoder gives means: without noise a classifier learns to rely on a smoothness that photographs do not have.
+            x = pixels[rows] + self.settings.noise * torch.randn(pixels[rows].shape, generator=rng, device=device)
+            return F.cross_entropy(network(normalise(x, spec)), labels[rows])
+
+        history = stages.train("classifier", network, self.settings.epochs, self.settings.lr, order, loss_of)
         text = f"{len(labels)} images painted by {len(painters)} clients' decoders, here up to {SHOWN} of each class, one class a row."
         self.sections.insert(
             0, {"title": "Synthetic images", "text": text, "svg": picture_grid(by_class(painted), columns=SHOWN, most=SHOWN * 20)}
@@ -108,7 +116,7 @@ class FedCvae(Fusion):
 
 
 class FedCvaeKdSettings(FedCvaeSettings):
-    distil_epochs: int = Field(40, ge=1, description="each over as many fresh (z, y) as there will be images")
+    distil_epochs: int = Field(30, ge=1, description="each over as many fresh (z, y) as there will be images")
     distil_lr: float = Field(1e-3, gt=0)
 
 
@@ -129,7 +137,7 @@ class FedCvaeKd(FedCvae):
             asked = draw(painters, self.settings.images, self.settings.truncation, (seed, "server", "distil", epoch))
             return batches(len(asked.labels), self.settings.batch, generator(seed, "server", "distil-order", epoch), device)
 
-        def loss_of(epoch: int, rows: Tensor) -> Tensor:
+        def loss_of(rows: Tensor) -> Tensor:
             return F.mse_loss(student(asked.z[rows], asked.labels[rows]), asked.pixels[rows])
 
         history = stages.train("decoder", student, self.settings.distil_epochs, self.settings.distil_lr, order, loss_of)
@@ -249,7 +257,7 @@ class Stages:
         epochs: int,
         lr: float,
         order: Callable[[int], Iterable[Tensor]],
-        loss_of: Callable[[int, Tensor], Tensor],
+        loss_of: Callable[[Tensor], Tensor],
     ) -> list[dict[str, Any]]:
         """Adam with a cosine over the epochs; returns one row an epoch with its mean loss. ``order`` gives an epoch's batches of rows."""
         path = self.work / f"{self.rule}-{stage}-{self.identity}.ckpt" if self.work else None
@@ -263,7 +271,7 @@ class Stages:
                     group["lr"] = lr * (1 + math.cos(math.pi * state.epoch / epochs)) / 2
                 losses = []
                 for rows in order(state.epoch):
-                    loss = loss_of(state.epoch, rows)
+                    loss = loss_of(rows)
                     optimizer.zero_grad(set_to_none=True)
                     loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()

@@ -22,7 +22,7 @@ from torch import Tensor
 from flyby.data.dataset import Dataset
 from flyby.fusion.average import AverageSettings, FedAvg
 from flyby.fusion.base import Fusion, Inbox, weights_of
-from flyby.fusion.layers import Gathered, Revised, layer_by_layer
+from flyby.fusion.layers import Gathered, Revised, layer_by_layer, weighted
 from flyby.fusion.predictor import Predictor
 from flyby.objectives.kfac import divide, matrix_shape, unpack
 
@@ -58,7 +58,7 @@ class FedLpa(Fusion):
         solved: dict[str, Tensor] = {}
         rows = []
         for layer in layer_by_layer(parcels, "kfac"):
-            average = torch.stack([q * m.double() for q, m in zip(shares, layer.matrices, strict=True)]).sum(0)
+            average = weighted(shares, (m.double() for m in layer.matrices))
             found = self._solve(layer, shares, average.to(device))
             matrix = found.matrix.cpu()
             solved |= divide(matrix.float(), layer.name, layer.layer)
@@ -112,7 +112,7 @@ def solve(
     """
 
     def total(each: Sequence[Tensor]) -> Tensor:
-        return torch.stack([q * (b @ m @ a) for q, a, b, m in zip(shares, inputs, gradients, each, strict=True)]).sum(0)
+        return weighted(shares, (b @ m @ a for a, b, m in zip(inputs, gradients, each, strict=True)))
 
     def operator(m: Tensor) -> Tensor:
         return total([m] * len(shares))
@@ -143,8 +143,7 @@ def _preconditioner(shares: Sequence[float], inputs: Sequence[Tensor], gradients
     """R -> B^-1 R A^-1 with the mean factors; nothing is changed where rounding left one of them without a Cholesky factor."""
     roots = []
     for factors in (inputs, gradients):
-        mean = torch.stack([q * f for q, f in zip(shares, factors, strict=True)]).sum(0)
-        root, failed = torch.linalg.cholesky_ex(mean)
+        root, failed = torch.linalg.cholesky_ex(weighted(shares, factors))
         if bool(failed.any()):
             return lambda residual: residual
         roots.append(root)

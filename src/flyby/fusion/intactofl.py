@@ -29,7 +29,7 @@ class IntactOFLSettings(DenseSettings, PushSettings):
     student: Literal[None] = Field(None, description="there is none: the experts stay")
     lr: float = Field(0.01, gt=0)
     temperature: float = Field(4.0, gt=0)
-    top: int | None = Field(None, ge=1, description="experts that answer for an image; half of the clients, rounded up, where not given")
+    top: int | None = Field(None, ge=1, description="experts that answer for an image; all where not given")
     balance: float = Field(0.01, ge=0, description="weight of the gate weights' spread over the experts")
     kd: float = Field(1.0, ge=0, description="weight of the distillation term")
 
@@ -84,7 +84,7 @@ class IntactOFL(Dense):
 
     def learner(self, parcels: Inbox, seed: int) -> Learner:
         clients = len(parcels)
-        top = min(self.settings.top or -(-clients // 2), clients)
+        top = min(self.settings.top or clients, clients)
         return Gate(parcels.manifests[0].spec, clients, top, generator(seed, "server", "gate"))
 
     def predictor(self, parcels: Inbox, learner: Learner) -> Predictor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -81,6 +81,16 @@ def _portions(parcels: Inbox, statistic: str, names: list[str]) -> Iterator[list
         portion.append(name)
         total += size
     yield portion
+
+
+def weighted(shares: Sequence[float], tensors: Iterable[Tensor]) -> Tensor:
+    """sum_k q_k T_k, holding one T_k at a time."""
+    terms = zip(shares, tensors, strict=True)
+    q, first = next(terms)
+    total = q * first
+    for q, tensor in terms:
+        total.add_(tensor, alpha=q)
+    return total
 
 
 class Revised(Inbox):

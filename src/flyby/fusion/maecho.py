@@ -23,7 +23,7 @@ from torch import Tensor
 from flyby.data.dataset import Dataset
 from flyby.fusion.average import AverageSettings, FedAvg
 from flyby.fusion.base import Fusion, Inbox, weights_of
-from flyby.fusion.layers import Revised, layer_by_layer
+from flyby.fusion.layers import Revised, layer_by_layer, weighted
 from flyby.fusion.predictor import Predictor
 from flyby.objectives.kfac import divide, matrix_shape
 from flyby.objectives.null_space import expand
@@ -56,7 +56,7 @@ class MaEcho(Fusion):
             matrices = [m.to(device, torch.float32) for m in layer.matrices]
             answer, change = echo(matrices, projectors, shares, self.settings.eta, self.settings.iterations)
             answers |= divide(answer.cpu().float(), layer.name, layer.layer)
-            average = torch.stack([q * m for q, m in zip(shares, matrices, strict=True)]).sum(0)
+            average = weighted(shares, matrices)
             free = float(torch.stack([p.diagonal(dim1=1, dim2=2).mean() for p in projectors]).mean())
             moved = float((answer - average).norm() / average.norm().clamp_min(1e-30))
             rows.append([layer.name, f"{groups} x {outputs} x {inputs}", layer.bytes, round(free, 3), f"{change:.1e}", round(moved, 4)])
@@ -80,15 +80,11 @@ def echo(
     matrices: Sequence[Tensor], projectors: Sequence[Tensor], shares: Sequence[float], eta: float, iterations: int
 ) -> tuple[Tensor, float]:
     """(mean of the W_k after so many steps, how far the last step moved it, relative to its size). ``shares`` weigh every mean."""
-
-    def mean(each: Sequence[Tensor]) -> Tensor:
-        return torch.stack([q * m for q, m in zip(shares, each, strict=True)]).sum(0)
-
     clients = list(matrices)
-    centre = answer = before = mean(clients)
+    centre = answer = before = weighted(shares, clients)
     for _ in range(iterations):
         gaps = [centre - client for client in clients]
-        centre = centre + eta * mean([gap @ p - gap for gap, p in zip(gaps, projectors, strict=True)])
+        centre = centre + eta * weighted(shares, (gap @ p - gap for gap, p in zip(gaps, projectors, strict=True)))
         clients = [client + eta * (centre - client) @ p for client, p in zip(clients, projectors, strict=True)]
-        answer, before = mean(clients), answer
+        answer, before = weighted(shares, clients), answer
     return answer, float((answer - before).norm() / answer.norm().clamp_min(1e-30))
