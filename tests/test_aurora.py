@@ -253,7 +253,7 @@ def test_salts_four_terms_and_their_weights(settings: dict[str, float], hand: di
 def test_the_first_and_last_term_are_equal_as_released_and_free_of_each_other_otherwise() -> None:
     model, batch = MLP.replace(head="prototype").build(generator(3)), salt_batch()
     released = Salt(SaltSettings()).loss(model, batch, number(0.5)).parts
-    assert released["cls"].item() == float(released["proto_feat"])
+    assert released["cls"].item() == released["proto_feat"].item()
     warmer = Salt(SaltSettings(proto_tau=0.5)).loss(model, batch, number(0.5)).parts
     assert warmer["cls"].item() == released["cls"].item() != float(warmer["proto_feat"])
     scaled = MLP.replace(head="prototype", logit_scale=True).build(generator(3))

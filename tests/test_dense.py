@@ -23,7 +23,7 @@ from flyby.data.views import PLAIN
 from flyby.errors import BadInput, Diverged
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
 from flyby.fusion.coboosting import CoBoosting, CoBoostingSettings, hard_cross_entropy, signed_step
-from flyby.fusion.dense import Dense, DenseSettings, masked_disagreement
+from flyby.fusion.dense import DenseSettings, masked_disagreement
 from flyby.fusion.distill import Clock, Distillation, batches, kd, push
 from flyby.fusion.feddf import FedDF, FedDFSettings
 from flyby.fusion.intactofl import GatedPredictor, IntactOFL, IntactOFLSettings, gate_weights
@@ -118,7 +118,7 @@ def test_the_batchnorm_loss_sums_over_all_layers_of_all_clients(resident: Any) -
     each = [direct_distance(p.weights, normalise(x, p.manifest.spec)) for p in parcels[:3]]
     assert min(each) > 0.1
     for k, p in enumerate(parcels[:3]):
-        assert float(with_distance(p.network(), normalise(x, p.manifest.spec))[1]) == pytest.approx(each[k], rel=1e-4)
+        assert float(with_distance(p.network(), normalise(x, p.manifest.spec))[1].detach()) == pytest.approx(each[k], rel=1e-4)
     loss, distance, _ = Teachers(Inbox(parcels), "cpu", resident).pull(x, lambda x, logits: logits.sum() * 0, bn=0.5)
     assert float(distance) == pytest.approx(sum(each), rel=1e-4)
     assert float(loss) == pytest.approx(0.5 * sum(each), rel=1e-4)
@@ -172,7 +172,7 @@ def test_synthesis_keeps_the_best_of_its_steps() -> None:
     def objective(x: Tensor, logits: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(logits.mean(0), y) + torch.tensor([3.0, 0.0, 5.0, 1.0, 4.0, 2.0])[len(seen)] * 100
         distance = sum(with_distance(net, normalise(x, CNN))[1] for net in teachers.networks())
-        seen.append((float(loss + settings.bn * distance), x.detach().clone()))
+        seen.append((float((loss + settings.bn * distance).detach()), x.detach().clone()))
         return loss
 
     images, labels, noted = synthesise(teachers, 3, objective, settings, "key")
@@ -379,6 +379,17 @@ def test_models_without_batchnorm_skip_the_loss_and_say_so() -> None:
 @pytest.mark.parametrize("rule", DATA_FREE)
 def test_one_client_is_enough(rule: str) -> None:
     assert small(rule).fuse(Inbox([made(0)]))(torch.zeros(1, 8, 8, 1, dtype=torch.uint8)).isfinite().all()
+
+
+@pytest.mark.parametrize("rule", DATA_FREE)
+@pytest.mark.parametrize("resident", ["all", "one"])
+def test_half_precision_works_and_spares_the_ensemble(rule: str, resident: str) -> None:
+    predictor = small(rule, precision="bf16", resident=resident).fuse(Inbox([made(0), made(1)]))
+    assert all(t.isfinite().all() and t.dtype != torch.bfloat16 for t in predictor.state_dict().values())
+    weights, logits = torch.tensor([0.3, 0.7]), torch.randn((2, 4, 3), generator=generator(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = mix(weights, logits)
+    assert torch.allclose(mixed, 0.3 * logits[0] + 0.7 * logits[1], atol=1e-6)
 
 
 def test_a_student_that_leaves_the_finite_numbers_is_reported() -> None:

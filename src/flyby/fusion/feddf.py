@@ -51,7 +51,7 @@ class FedDF(Distillation):
     def pool(self, teachers: Teachers, proxy: Dataset | None) -> Pool:
         if proxy is None or len(proxy) < 2:
             raise BadInput(
-                "feddf distils on unlabelled images and has none; name some with --proxy PATH, or use dense, which needs no data"
+                "feddf distils on unlabelled images and has none; name some with --proxy PATH (flyby run: --set proxy=PATH), or use dense, which needs none"
             )
         if proxy.digest in self.settings.refuse:
             raise BadInput(

@@ -61,7 +61,10 @@ def normalise(x: Tensor, spec: ModelSpec) -> Tensor:
 
 def mix(weights: Tensor, logits: Tensor) -> Tensor:
     """The ensemble's logits sum_k w_k f_k(x), for logits [K, N, C] and weights [K], or [N, K] where each image has its own."""
-    return torch.einsum("k,knc->nc" if weights.ndim == 1 else "nk,knc->nc", weights, logits)
+    kind = logits.device.type
+    # Never in bfloat16: what is learned are small differences between these sums.
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return torch.einsum("k,knc->nc" if weights.ndim == 1 else "nk,knc->nc", weights, logits)
 
 
 def norms(network: nn.Module) -> list[_BatchNorm]:

@@ -157,8 +157,8 @@ def _same_split(split: Split, out: Path) -> None:
 
 def _sweep(*folders: Path) -> None:
     """Take away the half-written files that a killed process left; the folder's lock is held, so nobody is writing them."""
-    for path in [path for folder in folders for path in folder.rglob(".*.part")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in sorted({path for folder in folders for path in folder.rglob(".*.part")}, reverse=True):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @contextmanager
