@@ -154,7 +154,7 @@ def test_a_proxy_serves_the_server_and_may_not_be_the_test_set(data: Path, tmp_p
     names = np.array(NAMES)
     same = make_npz(tmp_path / "test.npz", images=x, labels=y, class_names=names)
     answer = call(*words(data, tmp_path / "cheat", *recalibrated, "--set", f"proxy={same}"))
-    assert "the proxy set is the test set" in one_line(answer)
+    assert "proxy images are test images" in one_line(answer)
     assert not (tmp_path / "cheat" / "result.json").exists()
 
 

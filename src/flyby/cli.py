@@ -299,7 +299,7 @@ def predict(
 
     predictor = load_predictor(model)
     pixels = torch.from_numpy(read_images(images, predictor.channels, predictor.size))
-    chances = scores_of(predictor, pixels, pick_device(device)).softmax(1)
+    chances = predictor.chances(scores_of(predictor, pixels, pick_device(device)))
     rows = [
         {"image": str(path), "class": predictor.class_names[int(p.argmax())], "probability": float(p.max())}
         for path, p in zip(images, chances, strict=True)

@@ -81,6 +81,11 @@ class ExpertsPredictor(Predictor):
         scores = torch.einsum("kc,knc->nc", self.votes, said)
         return scores.masked_fill(self.votes.sum(0) == 0, -float(len(cosine)))  # a class nobody speaks for comes after all others
 
+    def chances(self, scores: Tensor) -> Tensor:
+        """Each class's share of all that was said."""
+        said = scores.clamp_min(0)
+        return said / said.sum(1, keepdim=True).clamp_min(1e-12)
+
 
 def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
     """r clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 3, C] = (m+, m-, s-); 0 where own images do not score above scraps."""

@@ -48,6 +48,10 @@ class Predictor(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def chances(self, scores: Tensor) -> Tensor:
+        """Scores [N, classes] as shares that add up to one, for people to read."""
+        return scores.softmax(1)
+
 
 class Single(Predictor):
     """One network: what averaging, distillation or local training gives."""

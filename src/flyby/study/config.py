@@ -153,6 +153,8 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     if rule is not None:
         kind = fusion_named(rule)
         check_pair(objective, kind, settings)
+        if not kind.data_free and config.proxy is None:
+            raise BadInput(f"{rule} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)")
         fusion = kind(build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion"))
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from flyby import __version__, parcel
-from flyby.data.dataset import DataBundle
+from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import Part, part_of, site_of
 from flyby.data.splits import Split, make_split
 from flyby.engines import DataSettings, Job, engine_named
@@ -78,6 +78,7 @@ def run(
         todo = plan(config, bundle)
         if bundle.test is None:
             raise BadInput(f"{config.data.name} has no test images to judge by; set data.holdout above 0")
+        proxy = proxy_of(config, bundle) if todo.fusion else None
         split = make_split(bundle.train, config.split, config.seed)
         check_names(split.shares)
         _same_split(split, out)
@@ -100,7 +101,6 @@ def run(
             ledger.record(parcel.read_manifest(path).sender, SERVER, path.stat().st_size, file_digest(path))
         ledger.save(out / "ledger.json")
         predictor = None
-        proxy = _proxy(config, bundle) if todo.fusion else None
         if todo.fusion:
             predictor = todo.fusion.fuse(Inbox(paths), proxy=proxy, seed=config.seed, device=device, work=out / "server")
             if todo.fusion.sections:
@@ -223,12 +223,22 @@ def collect(jobs: list[Job], out: Path) -> list[Path]:
     return paths
 
 
-def _proxy(config: RunConfig, bundle: DataBundle) -> Any:
+def proxy_of(config: RunConfig, bundle: DataBundle) -> Dataset | None:
+    """The named proxy images; none of them may be a test image, whatever file they came from."""
     if config.proxy is None:
         return None
-    proxy = DataSettings(name=config.proxy, size=bundle.train.size[0], holdout=0.0).load().train
-    if bundle.test is not None and proxy.digest in (bundle.test.digest,):
-        raise BadInput("the proxy set is the test set; test data may choose nothing")
+    proxy = DataSettings(name=config.proxy, holdout=0.0).load().train
+    if proxy.size != bundle.train.size:
+        proxy = DataSettings(name=config.proxy, size=bundle.train.size[0], holdout=0.0).load().train
+    if (proxy.size, proxy.channels) != (bundle.train.size, bundle.train.channels):
+        raise BadInput(
+            f"the proxy images are {proxy.size}x{proxy.channels}, the data's {bundle.train.size}x{bundle.train.channels}; name others"
+        )
+    if bundle.test is not None:
+        known = {image.tobytes() for image in bundle.test.images}
+        seen = sum(image.tobytes() in known for image in proxy.images)
+        if seen:
+            raise BadInput(f"{seen} of the {len(proxy)} proxy images are test images; test data may choose nothing, so name other images")
     return proxy
 
 
