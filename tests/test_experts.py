@@ -525,3 +525,8 @@ def test_experts_on_any_order_of_arrival() -> None:
     for rule in ("iffi", *FORMS):
         one, two = (scores(FUSIONS[rule]().fuse(Inbox(order)), images()) for order in (parcels, parcels[::-1]))
         assert torch.equal(one, two)
+
+
+def test_what_people_read_is_each_class_share_of_all_that_was_said() -> None:
+    shares = ExpertsPredictor([MLP], NAMES).chances(torch.tensor([[0.6, 0.2, -0.1], [0.0, 0.0, 0.0]]))
+    assert shares.tolist() == [pytest.approx([0.75, 0.25, 0.0]), [0.0, 0.0, 0.0]]

@@ -465,3 +465,8 @@ def test_a_kill_between_checkpoints_goes_back_to_the_last_one(data: Path, tmp_pa
     assert 7 <= load_checkpoint(out / "parcels" / "site-1.ckpt")[1]["epoch"] < 24
     (out / "parcels" / ".site-1.ckpt.x.part").write_text("half")
     finished_later(data, out, "inline", undisturbed)
+
+
+def test_a_rule_that_learns_from_proxy_images_is_refused_without_any_before_training(data: Path, tmp_path: Path) -> None:
+    assert "name some with --set proxy=PATH" in one_line(call(*words(data, tmp_path / "out", "--method", "feddf")))
+    assert not (tmp_path / "out").exists()

@@ -160,9 +160,8 @@ def train_site(
             if bad:
                 alignment = any(name == "lambda" or name.startswith(("lambda_", "l_")) for name in bad)
                 cure = "Set objective.lambda_cap=50, or another objective.weighting" if alignment else "Lower train.lr, or set train.clip=1"
-                raise Diverged(
-                    f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; the state after epoch {state.epoch} is kept. {cure}"
-                )
+                kept = f"the state after epoch {state.epoch} is kept" if state.epoch else "no epoch was good, so nothing is kept"
+                raise Diverged(f"{site.id} diverged in epoch {epoch}: {', '.join(bad)} left the finite numbers; {kept}. {cure}")
             row["samples_per_second"] = round(len(train) / (time.perf_counter() - tick), 1)
             state.advance(row, settings.patience)
             if folder and settings.snapshots and epoch % settings.snapshots == 0:

@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from flyby.checkpoint import TrainingState
@@ -34,10 +34,19 @@ SPEAK_SECONDS, SAVE_SECONDS, SAVE_SHARE = 5.0, 5.0, 50.0  # between progress lin
 TABLE_ROWS = 10
 
 
+def known_student(name: str | None) -> str | None:
+    if name is not None and name not in ARCHITECTURES:
+        raise unknown("student", name, ARCHITECTURES)
+    return name
+
+
+StudentName = Annotated[str | None, AfterValidator(known_student)]
+
+
 class DistillSettings(FusionSettings):
     """How the learner is trained; each rule has its own defaults."""
 
-    student: str | None = Field(None, description="architecture of the answer; the clients' own (the first one's) where not named")
+    student: StudentName = Field(None, description="architecture of the answer; the clients' own (the first one's) where not named")
     epochs: int = Field(200, ge=1, le=100_000)
     passes: int = Field(1, ge=1, description="passes over the pool in each server epoch")
     batch: int = Field(256, ge=1)
@@ -50,13 +59,6 @@ class DistillSettings(FusionSettings):
     temperature: float = Field(20.0, gt=0)
     resident: Resident = Field("auto", description="teachers on the device: all at once, or one at a time (slower, far less memory)")
     precision: Precision = "auto"
-
-    @field_validator("student")
-    @classmethod
-    def _known(cls, name: str | None) -> str | None:
-        if name is not None and name not in ARCHITECTURES:
-            raise unknown("student", name, ARCHITECTURES)
-        return name
 
 
 def kd(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -16,18 +16,17 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from flyby.checkpoint import TrainingState
 from flyby.data.dataset import Dataset
-from flyby.errors import BadInput, Diverged, unknown
+from flyby.errors import BadInput, Diverged
 from flyby.files import digest
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
-from flyby.fusion.distill import Clock, batches, student_spec
+from flyby.fusion.distill import Clock, StudentName, batches, student_spec
 from flyby.fusion.predictor import Predictor, Single
 from flyby.fusion.synthesis import normalise, picture_grid
-from flyby.models import ARCHITECTURES
 from flyby.models.decoder import Decoder, DecoderSpec, build
 from flyby.parcel import Parcel
 from flyby.rng import generator
@@ -60,14 +59,7 @@ class FedCvaeSettings(FusionSettings):
     batch: int = Field(64, ge=2)
     lr: float = Field(1e-3, gt=0)
     noise: float = Field(0.2, ge=0, description="spread of the noise that each pixel (in 0..1) gets, anew in every epoch")
-    student: str | None = Field(None, description="architecture of the classifier; the first client's where not named")
-
-    @field_validator("student")
-    @classmethod
-    def _known(cls, name: str | None) -> str | None:
-        if name is not None and name not in ARCHITECTURES:
-            raise unknown("student", name, ARCHITECTURES)
-        return name
+    student: StudentName = Field(None, description="architecture of the classifier; the first client's where not named")
 
 
 class FedCvae(Fusion):

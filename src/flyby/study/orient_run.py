@@ -39,7 +39,7 @@ from flyby.settings import build, parse_assignment
 from flyby.study import orient_report
 from flyby.study.config import Plan, RunConfig, pick_device, plan
 from flyby.study.progress import Progress
-from flyby.study.run import _same_split, _sweep, check_names, collect, describe, hardware, peak_memory_mb, uploads, versions
+from flyby.study.run import check_names, check_same_split, collect, describe, hardware, peak_memory_mb, sweep, uploads, versions
 
 
 @dataclass
@@ -68,7 +68,7 @@ def run_population(
     check_names(names)
     judged = evaluated(settings.eval_nodes, names)
     _check_parts(split, judged)
-    _same_split(split, out)
+    check_same_split(split, out)
     split.save(out / "split.json")
     resolved = {"recipes": [p.recipe.model_dump(mode="json") for p in plans], "orient": settings.model_dump(mode="json")}
     write_json(out / "config.json", {**config.model_dump(mode="json"), "resolved": resolved})
@@ -77,7 +77,7 @@ def run_population(
     loaded = time.perf_counter()
 
     jobs = fleet_jobs(plans, split, out, device, store)
-    _sweep(out, *{job.folder for job in jobs})
+    sweep(out, *{job.folder for job in jobs})
     missing = [job for job in jobs if not job.done()]
     with Progress(f"pretraining for {config.method}", plans[0].recipe.train.epochs, len(missing), quiet) as bar:
         engine_named(engine)(missing, bar.on_epoch)

@@ -81,13 +81,13 @@ def run(
         proxy = proxy_of(config, bundle) if todo.fusion else None
         split = make_split(bundle.train, config.split, config.seed)
         check_names(split.shares)
-        _same_split(split, out)
+        check_same_split(split, out)
         split.save(out / "split.json")
         write_json(out / "config.json", {**config.model_dump(mode="json"), "resolved": todo.recipe.model_dump(mode="json")})
         loaded = time.perf_counter()
 
         jobs = uploads(todo, split, out, device, store)
-        _sweep(out, jobs[0].folder)
+        sweep(out, jobs[0].folder)
         missing = [job for job in jobs if not job.done()]
         with Progress(f"training {config.method}", todo.recipe.train.epochs, len(missing), quiet) as bar:
             engine_named(engine)(missing, bar.on_epoch)
@@ -149,13 +149,13 @@ def check_names(names: Iterable[str]) -> None:
             raise BadInput(f"a site cannot be called {name!r}; use at most 128 letters, digits and . _ : @ + -, and no dot first")
 
 
-def _same_split(split: Split, out: Path) -> None:
+def check_same_split(split: Split, out: Path) -> None:
     """What was trained before an interruption belongs to the split of that time."""
     if (out / "split.json").exists() and Split.load(out / "split.json").hash != split.hash:
         raise BadInput(f"the data changed since the run in {out} began; name a new folder with --out")
 
 
-def _sweep(*folders: Path) -> None:
+def sweep(*folders: Path) -> None:
     """Take away the half-written files that a killed process left; the folder's lock is held, so nobody is writing them."""
     for path in sorted({path for folder in folders for path in folder.rglob(".*.part")}, reverse=True):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
