@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyby import __version__
+from flyby.commands.common import Device, Json, Quiet, Set, Size, say
 from flyby.errors import BadInput, FlybyError
 
 if TYPE_CHECKING:
@@ -27,12 +28,6 @@ app = typer.Typer(
     name="flyby", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="One-shot federated learning: every participant's model crosses the wire exactly once.",
 )  # fmt: skip
-
-Json = Annotated[bool, typer.Option("--json", help="Answer in JSON on stdout.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. train.lr=0.01 (repeatable).")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Size = Annotated[int | None, typer.Option(help="Resize images to this many pixels a side.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 
 
 def main() -> None:
@@ -59,10 +54,6 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     print(f"flyby: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
-
-
-def _say(value: Any, as_json: bool, text: str) -> None:
-    print(json.dumps(value, indent=1) if as_json else text)
 
 
 @app.callback(invoke_without_command=True)
@@ -131,12 +122,12 @@ def run(
         result = run_one(configs[names[0]], folder, **options)
         if track:
             write_events(folder)
-        _say(result, as_json, f"{_line(result)}\nreport: {folder / 'report.html'}")
+        say(result, as_json, f"{_line(result)}\nreport: {folder / 'report.html'}")
     else:
         results = compare(configs, folder, **options)
         for name in names if track else ():
             write_events(folder / name)
-        _say(results, as_json, "\n".join([*(_line(r) for r in results.values()), f"report: {folder / 'report.html'}"]))
+        say(results, as_json, "\n".join([*(_line(r) for r in results.values()), f"report: {folder / 'report.html'}"]))
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -169,7 +160,7 @@ def train(
     )
     manifest, written = train_parcel(config, out, site or out.stem, device=device, quiet=quiet)
     facts = {"parcel": str(out), "bytes": written, "sender": manifest.sender, "samples": manifest.samples, "counts": manifest.counts}
-    _say(
+    say(
         facts,
         as_json,
         f"{out}: {written:,} bytes from {manifest.samples} samples of {manifest.sender}; look inside with: flyby inspect {out}",
@@ -222,7 +213,7 @@ def fuse(
     from flyby.study.single import fuse_parcels
 
     facts = fuse_parcels(parcels, out, fusion, settings or (), proxy=proxy, seed=seed, export=export, device=device)
-    _say(
+    say(
         facts,
         as_json,
         f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby evaluate {out} --data PATH",
@@ -252,7 +243,7 @@ def orient(
     for line in facts["log"]:
         print(f"note: {line}", file=sys.stderr)
     chosen = ", ".join(facts["chosen"]) or "none but itself"
-    _say(facts, as_json, f"{out}: {facts['node']} from {facts['used']} of {facts['received']} received models; in its ensemble: {chosen}")
+    say(facts, as_json, f"{out}: {facts['node']} from {facts['used']} of {facts['received']} received models; in its ensemble: {chosen}")
 
 
 @app.command()
@@ -279,7 +270,7 @@ def evaluate(
         f"accuracy {facts['accuracy']:.4f} on {len(judged)} images",
         *(f"  {n:<20} {a:.4f}" for n, a in by_class.items() if a is not None),
     ]
-    _say(facts, as_json, "\n".join(lines))
+    say(facts, as_json, "\n".join(lines))
 
 
 @app.command()
@@ -304,7 +295,7 @@ def predict(
         {"image": str(path), "class": predictor.class_names[int(p.argmax())], "probability": float(p.max())}
         for path, p in zip(images, chances, strict=True)
     ]
-    _say(rows, as_json, "\n".join(f"{r['image']}: {r['class']} ({r['probability']:.2f})" for r in rows))
+    say(rows, as_json, "\n".join(f"{r['image']}: {r['class']} ({r['probability']:.2f})" for r in rows))
 
 
 @app.command()
@@ -376,7 +367,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder, or a folde
     from flyby.study.report import write_report
 
     path = write_report(folder)
-    _say({"report": str(path)}, as_json, f"report: {path}")
+    say({"report": str(path)}, as_json, f"report: {path}")
 
 
 @app.command()
@@ -407,4 +398,4 @@ def study(
     )
     table = write_table(name, grid, results)
     facts = {"done": done, "left": left, "merged": merged, "table": str(table)}
-    _say(facts, as_json, f"{done} cells done, {left} left{f', {merged} rows merged' if merge else ''}; table: {table}")
+    say(facts, as_json, f"{done} cells done, {left} left{f', {merged} rows merged' if merge else ''}; table: {table}")

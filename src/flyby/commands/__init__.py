@@ -1,0 +1,1 @@
+"""Groups of commands that stand beside the main ones of ``flyby.cli``, one file a group."""

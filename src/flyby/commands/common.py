@@ -1,0 +1,19 @@
+"""What the commands share: options that mean the same everywhere, and one way to answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Answer in JSON on stdout.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. train.lr=0.01 (repeatable).")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Size = Annotated[int | None, typer.Option(help="Resize images to this many pixels a side.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def say(value: Any, as_json: bool, text: str) -> None:
+    """Answer on stdout: the value as JSON, or a text for people."""
+    print(json.dumps(value, indent=1) if as_json else text)
