@@ -18,7 +18,7 @@ from flyby.data.views import SALT, augment
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES
 from flyby.rng import generator
-from flyby.training import TrainSettings, batches, make_optimizer, one_epoch
+from flyby.training import Step, TrainSettings, batches, make_optimizer, one_epoch
 
 
 def main() -> None:
@@ -52,12 +52,13 @@ def main() -> None:
             augment, settings=SALT, mean=spec.statistics(device)[0], std=spec.statistics(device)[1], rng=generator("views", device=device)
         )
         optimizer = make_optimizer(model, objective, settings)
-        progress = torch.full((), 0.5, device=device)
+        step = Step(model, objective, optimizer, part, view, settings, 2, (view.keywords["rng"],))
 
-        def epoch(model=model, objective=objective, optimizer=optimizer, view=view, progress=progress) -> float:  # type: ignore[no-untyped-def]
+        def epoch(step: Step = step) -> float:
             order = batches(n, asked.batch, generator("order"), device)
             began = time.perf_counter()
-            one_epoch(model, objective, optimizer, part, order, view, settings, progress, 2)  # reads its means at the end: it has waited
+            one_epoch(step, order, 0.5)
+            step.means()  # waits for the device
             return (time.perf_counter() - began) / asked.steps
 
         loops[name] = epoch

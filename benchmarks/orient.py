@@ -111,7 +111,7 @@ def main() -> None:
     )
 
     def settings(**changes: object) -> OrientSettings:
-        return OrientSettings(batch=words.batch, patience=10_000, views=STANDARD, **changes)  # type: ignore[arg-type]
+        return OrientSettings(**{"batch": words.batch, "patience": 10_000, "views": STANDARD, "graph": False, **changes})  # type: ignore[arg-type]
 
     ways: dict[str, tuple[Callable[..., None], OrientSettings]] = {
         "plain": (plain, settings()),
@@ -121,6 +121,7 @@ def main() -> None:
         "together, loop": (stacked, settings(backend="loop")),
     }
     if gpu:
+        ways["one by one, graph"] = (stacked, settings(together=False, graph=True))
         ways |= {f"together, {b}, graph": (stacked, settings(backend=b, graph=True)) for b in ("vmap", "matmul", "loop")}
     steps = words.epochs * -(-samples // words.batch)
     base = float("inf")

@@ -31,7 +31,7 @@ from flyby.objectives.salt import Salt, SaltSettings, supcon
 from flyby.objectives.weighting import WEIGHTINGS, Learnable, Learner, Uncertainty, Weighting, WeightingSettings
 from flyby.rng import generator
 from flyby.study.config import make_config, plan
-from flyby.training import Trained, TrainSettings, make_optimizer, one_epoch, set_learning_rate, train_site
+from flyby.training import Step, Trained, TrainSettings, make_optimizer, one_epoch, set_learning_rate, train_site
 
 ALL = ("none", "fixed", "linear", "cosine", "learnable", "gradnorm", "kendall", "decoupled", "meta-anneal", "aurora")
 MLP = ModelSpec(name="mlp", classes=10, channels=1, size=(8, 8), widths={"fc1": 24, "fc2": 16})
@@ -345,6 +345,8 @@ def test_two_steps_of_aurora_by_hand(first: tuple[float, float], labels: tuple[i
     def two_views(x: Tensor) -> Tensor:
         return torch.cat([x + shift for shift in views])[:, :, None, None]
 
+    step = Step(model, objective, optimizer, part, two_views, settings, 2)
+
     # The same by formulas, in float64.
     features = np.concatenate([np.array(SAMPLES) + shift.double().numpy() for shift in views])
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
@@ -358,9 +360,8 @@ def test_two_steps_of_aurora_by_hand(first: tuple[float, float], labels: tuple[i
     on_log, on_data = (1.0, s) if extra.get("anneal_on") == "data" else (s, 1.0)
     gamma, clip = extra.get("gamma", 1e-3), extra.get("sigma_clip", 1.0)
     for _ in range(2):
-        found = one_epoch(
-            model, objective, optimizer, part, iter([torch.arange(3)]), two_views, settings, number(progress), 2
-        )  # fmt: skip
+        one_epoch(step, iter([torch.arange(3)]), progress)
+        found = step.means()
 
         certain = softmax(unit @ prototypes.T)
         wrong = certain - np.eye(2)[twice]

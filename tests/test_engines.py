@@ -13,8 +13,9 @@ import torch
 
 from flyby.data.splits import SplitSettings, make_split
 from flyby.engines import ENGINES, DataSettings, Job, engine_named
-from flyby.engines.processes import _without_interrupts, run_processes
+from flyby.engines.processes import run_processes
 from flyby.errors import BadInput, Diverged, FlybyError
+from flyby.forkserver import without_interrupts
 from flyby.study.config import make_config, plan
 from flyby.study.run import check_names, uploads
 from helpers_cli import call, done, make_stripes, one_line, same_run, stripes, wait_for
@@ -124,7 +125,7 @@ def test_a_killed_worker_fails_the_run_with_its_name_and_the_rest_can_go_on(data
 
 def test_workers_are_started_deaf_to_ctrl_c() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with _without_interrupts():
+    with without_interrupts():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     assert signal.SIGINT not in before

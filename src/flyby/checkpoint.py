@@ -62,6 +62,7 @@ class TrainingState:
         self.rows: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] = {}
         self.good: dict[str, Tensor] = {}
+        self.spare: dict[str, Tensor] = {}  # the memory of the state before, to be written over
 
     def __enter__(self) -> None:
         return None
@@ -72,11 +73,11 @@ class TrainingState:
 
     def advance(self, row: dict[str, Any], patience: int | None) -> None:
         """Take a good epoch in. The tensors are copied first: an interrupt in between then leaves the epoch before it."""
-        good = self._tensors()
+        good = self._copied()
         if patience is not None and row["val_loss"] < self.best_loss:
             best = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
             self.best, self.best_loss, self.best_epoch = best, row["val_loss"], int(row["epoch"])
-        self.good, self.epoch, self.rows = good, int(row["epoch"]), [*self.rows, row]
+        self.spare, self.good, self.epoch, self.rows = self.good, good, int(row["epoch"]), [*self.rows, row]
         self.stopped = patience is not None and self.epoch - self.best_epoch >= patience
 
     def use_best(self) -> None:
@@ -89,7 +90,14 @@ class TrainingState:
             "objective": self.objective.state_dict(),
             "optimizer": optimizer_tensors(self.optimizer),
         }
-        return {f"{group}/{name}": t.detach().clone() for group, entries in groups.items() for name, t in entries.items()}
+        return {f"{group}/{name}": t.detach() for group, entries in groups.items() for name, t in entries.items()}
+
+    def _copied(self) -> dict[str, Tensor]:
+        now = self._tensors()
+        if self.spare.keys() != now.keys():
+            return {name: t.clone() for name, t in now.items()}
+        torch._foreach_copy_([self.spare[name] for name in now], list(now.values()))  # one launch where clones take hundreds
+        return self.spare
 
     def save(self) -> None:
         """Write the state after the last whole epoch, which is a good one: a diverged epoch never gets here."""
@@ -113,6 +121,6 @@ class TrainingState:
         self.model.load_state_dict(groups["model"])
         self.objective.load_state_dict(groups["objective"])
         restore_optimizer(self.optimizer, groups["optimizer"])
-        self.best, self.good = groups["best"], self._tensors()
+        self.best, self.good = groups["best"], self._copied()
         self.epoch, self.rows, self.stopped, self.best_epoch = state["epoch"], state["rows"], state["stopped"], state["best_epoch"]
         self.best_loss = state.get("best_loss", math.inf)

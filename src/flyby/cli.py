@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 bad input (one line that says what and how to mend it), 3 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyby import __version__
+from flyby.commands import audit, bench, flower, keys
 from flyby.commands.common import Device, Json, Quiet, Set, Size, say
+from flyby.commands.keys import KeyFile, LedgerFile, MaxBytes, Quarantine, RequireSigned, TrustFile
 from flyby.errors import BadInput, FlybyError
 
 if TYPE_CHECKING:
@@ -28,6 +31,11 @@ app = typer.Typer(
     name="flyby", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="One-shot federated learning: every participant's model crosses the wire exactly once.",
 )  # fmt: skip
+app.add_typer(flower.app, name="flower")
+app.add_typer(keys.app, name="keys")
+app.command()(keys.sign)
+app.command()(bench.bench)
+app.command()(audit.audit)
 
 
 def main() -> None:
@@ -45,6 +53,10 @@ def main() -> None:
         _fail(str(error), error.exit_code)
     except BrokenPipeError:
         os._exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _fail(f"no room left on the disk ({error.strerror}); make room and give the same command again (flyby run: with --resume)", 2)
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
             _fail(error.format_message() or "see flyby --help", 2)
@@ -84,7 +96,7 @@ def run(
     buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None,
     top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None,
     eval_nodes: Annotated[str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")] = None,
-    engine: Annotated[str | None, typer.Option(help="inline or processes; by default what suits the machine.")] = None,
+    engine: Annotated[str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")] = None,
     device: Device = "auto",
     size: Size = None,
     settings: Set = None,
@@ -94,6 +106,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Simulate a whole federation on one machine: split, train every site, fuse, evaluate, report."""
+    from flyby import forkserver
+
+    if forkserver.worth_starting(engine, device):
+        forkserver.start()  # it imports torch for the workers while this process does so for itself
     from flyby.methods import method_named
     from flyby.study.compare import compare
     from flyby.study.config import make_config
@@ -141,7 +157,8 @@ def train(
     data: Annotated[str, typer.Option(help="This site's own images.")],
     out: Annotated[Path, typer.Option(help="The parcel to write.")],
     method: Annotated[str, typer.Option(help="Whose local training.")] = "fedavg",
-    site: Annotated[str | None, typer.Option(help="This site's name; by default the parcel's.")] = None,
+    site: Annotated[str | None, typer.Option(help="This site's name; by default the key's or the parcel's.")] = None,
+    key: KeyFile = None,
     epochs: Annotated[int | None, typer.Option(help="Local epochs.")] = None,
     seed: Annotated[int, typer.Option(help="All sites must use the same.")] = 0,
     model: Annotated[str | None, typer.Option(help="Architecture; all sites the same, for rules that average.")] = None,
@@ -152,14 +169,18 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train one real site on its own data and write the one parcel it will send."""
+    from flyby.signing import read_private
     from flyby.study.config import make_config
     from flyby.study.single import train_parcel
 
+    secret = read_private(key) if key else None
     config = make_config(
         method, seed=seed, data={"name": data, "size": size, "holdout": 0.0}, model=model, epochs=epochs, assignments=settings or ()
     )
-    manifest, written = train_parcel(config, out, site or out.stem, device=device, quiet=quiet)
+    name = site or (secret and secret.sender) or out.stem
+    manifest, written = train_parcel(config, out, name, device=device, quiet=quiet, key=secret)
     facts = {"parcel": str(out), "bytes": written, "sender": manifest.sender, "samples": manifest.samples, "counts": manifest.counts}
+    facts["signer"] = secret.public.fingerprint if secret else None
     say(
         facts,
         as_json,
@@ -168,14 +189,22 @@ def train(
 
 
 @app.command()
-def inspect(path: Annotated[Path, typer.Argument(help="A .parcel file.")], as_json: Json = False) -> None:
+def inspect(path: Annotated[Path, typer.Argument(help="A .parcel file.")], trust: TrustFile = None, as_json: Json = False) -> None:
     """Show what a parcel says and check that it is whole. Nothing in it is ever run."""
     from flyby import parcel
+    from flyby.container import printable
+    from flyby.signing import Trust, verdict
 
     made = parcel.read(path)
+    signature = verdict(made, Trust.load(trust) if trust else None)
     m = made.manifest
     facts = json.loads(m.model_dump_json())
-    facts |= {"bytes": path.stat().st_size, "parameters": m.spec.parameter_count(), "signed": False}
+    facts |= {
+        "bytes": path.stat().st_size,
+        "parameters": m.spec.parameter_count(),
+        "signed": bool(made.signature),
+        "signature": signature._asdict(),
+    }
     if as_json:
         print(json.dumps(facts, indent=1))
         return
@@ -190,11 +219,21 @@ def inspect(path: Annotated[Path, typer.Argument(help="A .parcel file.")], as_js
         ("sender", m.sender), ("objective", m.method), ("model", f"{m.spec.name}, {head}, {facts['parameters']:,} parameters"),
         ("images", f"{m.spec.size[0]}x{m.spec.size[1]}x{m.spec.channels}"), ("samples", f"{m.samples:,}"), ("class counts", counts),
         ("codec", m.codec), ("extras", ", ".join(m.extras) or "none"), ("size", f"{facts['bytes']:,} bytes in {len(m.tensors)} tensors"),
-        ("checked", "whole: sizes, shapes, hashes and finiteness"), ("signature", "none"),
-        ("trained by", f"flyby {facts['provenance'].get('versions', {}).get('flyby', '?')}, seed {m.provenance.get('seed', '?')}"),
+        ("checked", "whole: sizes, shapes, hashes and finiteness"), ("signature", signature.note),
+        *_trained(m.provenance),
     ):  # fmt: skip
-        table.add_row(key, Text(str(value)))
+        table.add_row(key, Text(printable(str(value))))
     Console().print(table)
+
+
+def _trained(provenance: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a sender says of its training: its own words, of any shape and length."""
+    versions, private = provenance.get("versions"), provenance.get("privacy")
+    version = versions.get("flyby", "?") if isinstance(versions, dict) else "?"
+    yield "trained by", f"flyby {str(version)[:40]}, seed {str(provenance.get('seed', '?'))[:40]}"
+    if isinstance(private, dict):
+        epsilon, delta, source = (str(private.get(key, "?"))[:40] for key in ("total_epsilon", "delta", "randomness"))
+        yield "privacy", f"says: epsilon {epsilon} at delta {delta}, randomness {source}"
 
 
 @app.command()
@@ -205,14 +244,33 @@ def fuse(
     proxy: Annotated[str | None, typer.Option(help="Unlabelled images, for rules that can use some.")] = None,
     seed: Annotated[int, typer.Option(help="For rules that draw.")] = 0,
     export: Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")] = True,
+    trust: TrustFile = None,
+    require_signed: RequireSigned = False,
+    validation: Annotated[
+        str | None, typer.Option(help="Labelled images to judge parcels by: refuse what knows no more than chance.")
+    ] = None,
+    min_sites: Annotated[
+        int | None, typer.Option(min=1, help="Go on without refused parcels if so many are left; by default all must do.")
+    ] = None,
+    ledger: LedgerFile = None,
+    quarantine: Quarantine = None,
+    max_bytes: MaxBytes = None,
     device: Device = "auto",
     settings: Set = None,
     as_json: Json = False,
 ) -> None:
     """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
+    from flyby.admission import open_gate
+    from flyby.study.run import SERVER
     from flyby.study.single import fuse_parcels
 
-    facts = fuse_parcels(parcels, out, fusion, settings or (), proxy=proxy, seed=seed, export=export, device=device)
+    gate = open_gate(SERVER, out, trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, max_bytes=max_bytes)
+    facts = fuse_parcels(
+        parcels, out, fusion, settings or (), proxy=proxy, seed=seed, export=export, device=device, gate=gate, validation=validation,
+        min_sites=min_sites, ledger=ledger,
+    )  # fmt: skip
+    for line in [*(one.line for one in gate.refused), *gate.notes]:
+        print(f"note: {line}", file=sys.stderr)
     say(
         facts,
         as_json,
@@ -229,6 +287,11 @@ def orient(
     method: Annotated[str, typer.Option(help="fol, fol-a, fol-n, fol-an or gossip.")] = "fol",
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
     export: Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")] = True,
+    trust: TrustFile = None,
+    require_signed: RequireSigned = False,
+    ledger: LedgerFile = None,
+    quarantine: Quarantine = None,
+    max_bytes: MaxBytes = None,
     device: Device = "auto",
     size: Size = None,
     settings: Set = None,
@@ -238,8 +301,9 @@ def orient(
     from flyby.study.orient_run import orient_folder
 
     facts = orient_folder(
-        own, received, data, out, variant=method, size=size, assignments=settings or (), seed=seed, device=device, export=export
-    )
+        own, received, data, out, variant=method, size=size, assignments=settings or (), seed=seed, device=device, export=export,
+        trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, max_bytes=max_bytes,
+    )  # fmt: skip
     for line in facts["log"]:
         print(f"note: {line}", file=sys.stderr)
     chosen = ", ".join(facts["chosen"]) or "none but itself"
@@ -379,7 +443,7 @@ def study(
     limit: Annotated[float | None, typer.Option(help="Begin no cell that would likely end after this many seconds.")] = None,
     merge: Annotated[list[Path] | None, typer.Option(help="Bring in rows of another machine first (repeatable).")] = None,
     render: Annotated[bool, typer.Option("--render", help="Run nothing; only write the table.")] = False,
-    engine: Annotated[str | None, typer.Option(help="inline or processes.")] = None,
+    engine: Annotated[str | None, typer.Option(help="inline, processes or ray (cells at once, on many machines).")] = None,
     device: Device = "auto",
     quiet: Quiet = False,
     as_json: Json = False,

@@ -60,7 +60,12 @@ class ParcelError(BadInput):
 
     def __init__(self, message: str) -> None:
         short = message if len(message) <= 1000 else f"{message[:1000]} ..."
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in short))
+        super().__init__(printable(short))
+
+
+def printable(text: str) -> str:
+    """A stranger's words without control characters, escape sequences or turned writing direction."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class NotAParcel(ParcelError):

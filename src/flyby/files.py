@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from flyby.errors import BadInput
 
@@ -28,6 +31,19 @@ def digest(value: Any, length: int = 16) -> str:
     return hashlib.sha256(canonical(value)).hexdigest()[:length]
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def unwritable(path: Path | str, error: OSError) -> BadInput:
+    """What the system has against writing ``path``, as one sentence; a full disk says how to go on."""
+    if error.errno in FULL:
+        return BadInput(
+            f"no room left on the disk of {Path(path).absolute().parent} ({os.strerror(error.errno)}), so {Path(path).name} was not written; "
+            "make room and give the same command again (flyby run: with --resume), it goes on from what is there"
+        )
+    return BadInput(f"cannot write {path}: {error.strerror or error}")
+
+
 @contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     """A binary file that takes its name only when the block ends without an error."""
@@ -36,7 +52,7 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, tmp = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
+        raise unwritable(path, error) from error
     try:
         with os.fdopen(fd, "wb") as file:
             yield file
@@ -47,7 +63,7 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     except BaseException as error:
         Path(tmp).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
+            raise unwritable(path, error) from error
         raise
 
 
@@ -91,19 +107,75 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         tmp = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
+        raise unwritable(path, error) from error
     try:
         os.chmod(tmp, 0o777 & ~_umask())
         yield tmp
-        if path.exists():
+        if path.exists() and not _exchange(tmp, path):
             old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
             os.replace(path, old / path.name)
             os.replace(tmp, path)
             shutil.rmtree(old, ignore_errors=True)
-        else:
+        elif not path.exists():
             os.replace(tmp, path)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Swap two folders in one step, so that a kill leaves either the old or the new one in its place. Linux can, on most file systems."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, TypeError, AttributeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(renameat2(here, os.fsencode(left.absolute()), here, os.fsencode(right.absolute()), exchange) == 0)
+
+
+@contextmanager
+def sole_writer(path: Path | str) -> Iterator[None]:
+    """One process an output file or folder: a second one that would write the same is told so. What a killed one left of it is taken away."""
+    path = Path(path)
+    lock = path.parent / f".{path.name}.lock"
+    new = not path.parent.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(lock, "wb")  # noqa: SIM115
+    except OSError as error:
+        raise unwritable(path, error) from error
+    with handle:
+        take_lock(handle, lock, path)
+        try:
+            left = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.(part|old)")  # as tempfile names them: no other output's
+            sweep(entry for entry in path.parent.iterdir() if left.fullmatch(entry.name))
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            if new:
+                with suppress(OSError):
+                    path.parent.rmdir()
+
+
+def take_lock(handle: IO[Any], lock: Path, output: Path) -> None:
+    """Hold the open lock file, or refuse because somebody else does. A file system without locks is used without one."""
+    import fcntl
+
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        if not lock.exists() or not os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
+            raise BlockingIOError  # its owner was just taking it away
+    except OSError:
+        raise BadInput(f"another flyby process is working in {output}; wait for it, or name another folder with --out") from None
+
+
+def sweep(leftovers: Iterable[Path]) -> None:
+    """Take away what killed processes left half-written; whoever calls knows that nobody is writing it."""
+    for path in sorted(leftovers, reverse=True):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def file_digest(path: Path | str) -> str:

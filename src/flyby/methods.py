@@ -136,6 +136,11 @@ METHODS: dict[str, Method] = {
             {"send": ["null-space"]},
         ),
         Method("ot", "supervised", "ot", "neurons matched layer by layer, then averaged", "OT fusion: Singh and Jaggi, NeurIPS 2020"),
+        Method("median", "supervised", "median", "the median of the sites' weights, one by one", "Yin et al., ICML 2018"),
+        Method("trimmed", "supervised", "trimmed", "the mean of the sites' weights without the extremes", "Yin et al., ICML 2018"),
+        Method("clipped", "supervised", "clipped", "the mean of weights, no site far from the median", "Karimireddy et al., ICML 2021"),
+        Method("ensemble-median", "supervised", "ensemble-median", "the median of the sites' predictions"),
+        Method("ensemble-trimmed", "supervised", "ensemble-trimmed", "the mean of the sites' predictions without the extremes"),
     )
 }
 

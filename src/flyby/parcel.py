@@ -33,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 EXTRA = "extra::"
+MAX_TENSORS = 1 << 14
 
 
 class TensorInfo(BaseModel):
@@ -267,7 +268,9 @@ def _parse_manifest(label: str, text: bytes, ours: bool = False) -> Manifest:
             raise TooLarge(
                 f"{label}: its manifest has {len(text)} bytes, more than the {container.MAX_JSON} allowed; keep large things in extras"
             )
-        parse_json(text)
+        tensors = parse_json(text).get("tensors")
+        if isinstance(tensors, dict) and len(tensors) > MAX_TENSORS:  # pydantic would collect complaints about all of them: 0.6 GB of 3 MB
+            raise BadInput(f"it describes {len(tensors)} tensors, more than the {MAX_TENSORS} that a parcel may have")
         try:
             manifest = Manifest.model_validate_json(text)
             canonical = ours or manifest.to_bytes() == text

@@ -8,19 +8,20 @@ site smaller than a batch trains, and nothing is dropped.
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby import __version__, parcel
@@ -29,16 +30,21 @@ from flyby.data.site import Part, Site
 from flyby.data.views import ViewSettings, augment
 from flyby.errors import BadInput, Diverged
 from flyby.files import digest
+from flyby.graphs import Captured
 from flyby.models import ModelSpec, Network
 from flyby.objectives.base import Batch, Objective
-from flyby.rng import generator, legacy_numpy
+from flyby.privacy import PrivacySettings, PrivateTraining, check_privacy
+from flyby.rng import generator, legacy_numpy, seed_of
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Work = Generator[int, None, Result]
 Row = dict[str, Any]
 Counts = Literal["exact", "noisy", "binary"]
 CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 5.0, 50.0  # seconds between checkpoints, and how many times what the last one cost
 
 
-class TrainSettings(BaseModel):
+class TrainSettings(PrivacySettings):
     """How to train. ``batch: null`` takes the objective's own batch, halved while a site would make fewer than four steps an epoch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,7 +61,9 @@ class TrainSettings(BaseModel):
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    compile: bool = Field(False, description="compile the backbone: worth it on a GPU from about a minute of training on")
+    compile: Literal["auto", "off", "graph", "full"] = Field(
+        "auto", description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or neither (off)"
+    )
     snapshots: int = Field(0, ge=0, description="keep the weights of every n-th epoch for offline study; never sent")
 
 
@@ -68,7 +76,7 @@ class Trained:
     seconds: float
 
 
-def train_site(
+def training(
     site: Site,
     spec: ModelSpec,
     objective: Objective,
@@ -85,19 +93,23 @@ def train_site(
     folder: Path | None = None,
     on_epoch: Callable[[Row], None] | None = None,
     provenance: dict[str, Any] | None = None,
-) -> Trained:
+) -> Work[Trained]:
     """Train ``spec`` on one site's data under ``objective`` and wrap the result as a Parcel.
 
     The initial weights depend on the seed alone: all sites start from one point. A real site (``simulated`` False) draws the noise of
     noisy counts from the operating system. With ``folder`` the state is checkpointed there
     and a later call goes on from it.
+
+    It pauses where the steps of an epoch are on their way to the device, and says how many samples they take: another site's can be sent
+    after them. ``train_site`` is the same without pauses.
     """
     device = torch.device(device)
     torch.backends.cudnn.benchmark = True  # every batch has one shape, so the search for the fastest kernels is paid once
     _check(site, spec, settings)
+    check_privacy(spec, objective.name, objective.settings, settings, views, counts)
     model = spec.build(generator(seed, "shared", "init")).to(device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if settings.compile:
+    if fully_compiled(settings, spec, device):
         model.backbone.compile(dynamic=False)
     objective.to(device)
     objective.prepare(model, site, seed)
@@ -110,6 +122,9 @@ def train_site(
     )
     state = TrainingState(folder / f"{site.id}.ckpt" if folder else None, identity, model, optimizer, objective)
     state.restore()
+    private = None
+    if settings.dp_epsilon is not None:
+        private = PrivateTraining(settings, views, settings.epochs, len(train), batch, site.id, seed if simulated else None, epsilon)
 
     def pack(epoch: int) -> parcel.Parcel:
         """The network as it stands, as this site would send it."""
@@ -125,31 +140,28 @@ def train_site(
                 "objective": {"name": objective.name, **objective.settings.model_dump(mode="json")}, "seed": seed,
                 "train": {**settings.model_dump(mode="json"), "batch": batch}, "views": views.model_dump(mode="json"),
                 "versions": {"flyby": __version__, "torch": torch.__version__.split("+")[0]}, **(provenance or {}),
+                **({"privacy": private.facts(state.epoch)} if private else {}),
             },
         )  # fmt: skip
 
     started = last_saved = time.perf_counter()
     patience_to_save = CHECKPOINT_SECONDS
+    views_rng = torch.Generator(device=device)
+    view = partial(augment, settings=views, mean=mean, std=std, rng=views_rng)
+    step = Step(model, objective, optimizer, train, view, settings, views.views, (views_rng,))
     with state:  # whatever ends the loop early, the state after the last whole epoch is saved
         while state.epoch < settings.epochs and not state.stopped:
             epoch = state.epoch + 1
             tick = time.perf_counter()
             lr = set_learning_rate(optimizer, settings, state.epoch)
-            progress = torch.full((), epoch / settings.epochs, device=device)
-            views_rng = generator(seed, site.id, "views", epoch, device=device)
+            views_rng.manual_seed(seed_of(seed, site.id, "views", epoch))
             model.train()
-            order = batches(len(train), batch, generator(seed, site.id, "order", epoch), device)
-            means = one_epoch(
-                model,
-                objective,
-                optimizer,
-                train,
-                order,
-                partial(augment, settings=views, mean=mean, std=std, rng=views_rng),
-                settings,
-                progress,
-                views.views,
-            )
+            if private:
+                means = private.epoch(model, objective, optimizer, train, epoch, step.progress.fill_(epoch / settings.epochs))
+            else:
+                one_epoch(step, batches(len(train), batch, generator(seed, site.id, "order", epoch), device), epoch / settings.epochs)
+                yield len(train)
+                means = step.means()
             row: Row = {"site": site.id, "epoch": epoch, **means, "lr": lr}
             row |= {name: value.tolist() for name, value in objective.epoch_state(model).items()}
             if len(val):
@@ -177,35 +189,83 @@ def train_site(
     return Trained(pack(state.best_epoch or state.epoch), state.rows, time.perf_counter() - started)
 
 
-def one_epoch(
-    model: Network,
-    objective: Objective,
-    optimizer: torch.optim.Optimizer,
-    train: Part,
-    order: Iterator[Tensor],
-    view: Callable[[Tensor], Tensor],
-    settings: TrainSettings,
-    progress: Tensor,
-    views: int,
-) -> dict[str, float]:
-    """The hot loop: one pass over the data. Returns the mean of every loss term, read from the device once, at the end."""
-    trainable = [[p for p in module.parameters() if p.requires_grad] for module in (model, objective)]
-    totals, names, steps = torch.zeros(()), ["loss"], 0
-    for rows in order:
-        batch = Batch(view(train.images[rows]), train.labels[rows].repeat(views), views)
-        with autocast(settings, progress.device):
-            terms = objective.loss(model, batch, progress)
-        optimizer.zero_grad(set_to_none=True)
+def at_once(work: Callable[P, Work[Result]]) -> Callable[P, Result]:
+    """The same work, done without a pause."""
+
+    @functools.wraps(work)
+    def done(*args: P.args, **kwargs: P.kwargs) -> Result:
+        going = work(*args, **kwargs)
+        while True:
+            try:
+                next(going)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    return done
+
+
+train_site = at_once(training)
+
+
+class Step:
+    """What is done with a batch: views, loss, gradient, update, and the sums of the loss's terms. On a GPU it is replayed as one graph."""
+
+    def __init__(
+        self,
+        model: Network,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        train: Part,
+        view: Callable[[Tensor], Tensor],
+        settings: TrainSettings,
+        views: int,
+        rngs: tuple[torch.Generator, ...] = (),
+    ) -> None:
+        self.model, self.objective, self.optimizer, self.train, self.view = model, objective, optimizer, train, view
+        self.settings, self.views = settings, views
+        self.device = train.images.device
+        self.progress = torch.zeros((), device=self.device)
+        self.names: list[str] = []
+        self.steps = 0
+        self.totals = torch.zeros(0, device=self.device)
+        self.captured = Captured(rngs) if self.device.type == "cuda" and settings.compile != "off" else None
+        self.trainable = [[p for p in module.parameters() if p.requires_grad] for module in (model, objective)]
+
+    def __call__(self, rows: Tensor) -> None:
+        self.steps += 1
+        if self.captured is None:
+            self.take(rows)
+        else:
+            self.captured(self.take, rows)
+
+    def take(self, rows: Tensor) -> None:
+        batch = Batch(self.view(self.train.images[rows]), self.train.labels[rows].repeat(self.views), self.views)
+        with autocast(self.settings, self.device):
+            terms = self.objective.loss(self.model, batch, self.progress)
+        self.optimizer.zero_grad(set_to_none=True)
         terms.total.backward()  # type: ignore[no-untyped-call]
-        if settings.clip is not None:
-            for parameters in trainable:  # the objective's own parameters are clipped by themselves
-                nn.utils.clip_grad_norm_(parameters, settings.clip)
-        optimizer.step()
-        objective.after_step(model, terms, progress)
+        if self.settings.clip is not None:
+            for parameters in self.trainable:  # the objective's own parameters are clipped by themselves
+                nn.utils.clip_grad_norm_(parameters, self.settings.clip)
+        self.optimizer.step()
+        self.objective.after_step(self.model, terms, self.progress)
         values = torch.stack([terms.total.detach().float(), *(p.detach().float() for p in terms.parts.values())])
-        totals = values if steps == 0 else totals.add_(values)
-        names, steps = ["loss", *terms.parts], steps + 1
-    return dict(zip(names, (totals / steps).tolist(), strict=True))
+        if not self.names:
+            self.names, self.totals = ["loss", *terms.parts], torch.zeros_like(values)
+        self.totals.add_(values)
+
+    def means(self) -> dict[str, float]:
+        """The mean of every loss term over the epoch, read from the device once."""
+        return dict(zip(self.names, (self.totals / self.steps).tolist(), strict=True))
+
+
+def one_epoch(step: Step, order: Iterator[Tensor], progress: float) -> None:
+    """The hot loop: one pass over the data. Nothing in it waits for the device."""
+    step.progress.fill_(progress)
+    step.totals.zero_()
+    step.steps = 0
+    for rows in order:
+        step(rows)
 
 
 def finite(*modules: nn.Module) -> bool:
@@ -270,10 +330,14 @@ def make_optimizer(model: nn.Module, objective: Objective, settings: TrainSettin
     groups: list[dict[str, Any]] = [{"params": g, "weight_decay": d} for g, d in ((decayed, settings.weight_decay), (spared, 0.0)) if g]
     if own := list(objective.parameters()):
         groups.append({"params": own, "weight_decay": 0.0, "fixed_lr": objective.parameter_lr})
+    device = next(model.parameters()).device
+    if device.type == "cuda":  # a graph reads the learning rate from the device, where every epoch writes its own
+        for group in groups:
+            group["lr"] = torch.tensor(settings.lr, device=device)
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
     kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(groups, lr=settings.lr, fused=True)
+    return kind(groups, lr=settings.lr, fused=True, capturable=device.type == "cuda")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, settings: TrainSettings, epoch: int) -> float:
@@ -285,8 +349,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, settings: TrainSettings,
     elif settings.schedule == "step":
         factor = settings.gamma ** sum(done >= m for m in settings.milestones)
     for group in optimizer.param_groups:
-        group["lr"] = group.get("fixed_lr") or settings.lr * factor
+        lr = group.get("fixed_lr") or settings.lr * factor
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
     return settings.lr * factor
+
+
+def fully_compiled(settings: TrainSettings, spec: ModelSpec, device: torch.device) -> bool:
+    """Whether the network itself is compiled: worth it on a GPU, for large networks, from about a minute of training on."""
+    return settings.compile == "full" and device.type == "cuda"
 
 
 @torch.no_grad()

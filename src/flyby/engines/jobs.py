@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flyby import parcel
 from flyby.data.dataset import DataBundle
-from flyby.data.site import site_of
+from flyby.data.site import Site, site_of
 from flyby.data.sources import load
 from flyby.data.splits import Split
 from flyby.data.views import ViewSettings
@@ -22,7 +22,7 @@ from flyby.errors import BadInput
 from flyby.files import digest, write_text
 from flyby.methods import objective_named
 from flyby.models import ModelSpec
-from flyby.training import Counts, Row, TrainSettings, train_site
+from flyby.training import Counts, Row, TrainSettings, Work, at_once, training
 
 
 class DataSettings(BaseModel):
@@ -79,6 +79,10 @@ class Job(BaseModel):
     def rows_path(self) -> Path:
         return self.folder / f"{self.site}.jsonl"
 
+    @property
+    def checkpoint_path(self) -> Path:
+        return self.folder / f"{self.site}.ckpt"
+
     def done(self) -> bool:
         """Whether this very upload is already there; one of another recipe in its place is an error, not a surprise."""
         if not (self.parcel_path.exists() and self.rows_path.exists()):
@@ -89,8 +93,12 @@ class Job(BaseModel):
 
 
 @functools.lru_cache(maxsize=2)
-def _bundle(settings: DataSettings) -> DataBundle:
+def bundle_of(settings: DataSettings) -> DataBundle:
     return settings.load()
+
+
+def split_at(path: Path) -> Split:
+    return _split(path, path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
@@ -98,20 +106,29 @@ def _split(path: Path, _stamp: int) -> Split:
     return Split.load(path)
 
 
-def perform(job: Job, on_epoch: Callable[[Row], None] | None = None) -> float:
-    """Do a job; returns its seconds. The parcel appears last, so its presence means that all is there."""
+def samples_of(job: Job) -> int:
+    """How many images a job trains on."""
+    return len(split_at(job.split).shares[job.site].train)
+
+
+def performing(job: Job, on_epoch: Callable[[Row], None] | None = None, site: Site | None = None) -> Work[float]:
+    """Do a job; returns its seconds. The parcel appears last, so its presence means that all is there. ``site`` is the job's data where it
+    came some other way than from this machine's disk. Pauses as ``training`` does; ``perform`` is the same at once."""
     recipe = job.recipe
-    site = site_of(_bundle(job.data), _split(job.split, job.split.stat().st_mtime_ns), job.site)
+    site = site or site_of(bundle_of(job.data), split_at(job.split), job.site)
     kind = objective_named(recipe.objective)
     objective = kind(kind.settings_type(**recipe.objective_settings))
-    trained = train_site(
+    trained = yield from training(
         site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
         codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, device=job.device, folder=job.folder, on_epoch=on_epoch, provenance={"key": job.key},
     )  # fmt: skip
     write_text(job.rows_path, "".join(json.dumps(row) + "\n" for row in trained.rows))
     parcel.write(trained.parcel, job.parcel_path)
-    (job.folder / f"{job.site}.ckpt").unlink(missing_ok=True)
+    job.checkpoint_path.unlink(missing_ok=True)
     return trained.seconds
+
+
+perform = at_once(performing)
 
 
 def one_thread() -> None:

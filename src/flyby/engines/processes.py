@@ -1,7 +1,7 @@
 """Engine ``processes``: as many sites at once as there are cores, one thread each, the images shared through one memory map.
 
-Workers are spawned, never forked. A worker that loses its parent ends by itself; a worker that dies fails the run with its name,
-and ``--resume`` goes on from what the others finished.
+Workers come from a fork server that has imported torch and has no threads (``flyby.forkserver``); on a GPU they are spawned. A worker that
+loses its parent ends by itself; a worker that dies fails the run with its name, and ``--resume`` goes on from what the others finished.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import os
 import queue
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from typing import Any
 
-from flyby.engines.jobs import Job, one_thread, perform
+from flyby import files, forkserver
+from flyby.engines.jobs import Job, one_thread, perform, samples_of
 from flyby.errors import FlybyError
 from flyby.training import Row
 
@@ -26,17 +25,19 @@ _events: Any = None
 
 
 def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers: int | None = None) -> None:
-    """Largest share of the machine, same bytes as ``inline``: jobs are independent and each runs on one thread."""
+    """Same bytes as ``inline``: jobs are independent and each runs on one thread. The largest sites go first, so that none is left to the end."""
     if not jobs:
         return
-    context = multiprocessing.get_context("spawn")
+    context = forkserver.context_for(jobs[0].device)
     events = context.Queue()
     workers = min(len(jobs), workers or os.cpu_count() or 1)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(events, os.getpid()))
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(events, dict(os.environ)))
     waiting: dict[Future[float], Job] = {}
+    ended_well = False
     try:
-        with _without_interrupts():
-            waiting = {pool.submit(_work, job.model_dump_json()): job for job in jobs}
+        with forkserver.without_interrupts():
+            largest_first = sorted(jobs, key=samples_of, reverse=True)
+            waiting = {pool.submit(_work, job.model_dump_json()): job for job in largest_first}
         while waiting:
             done, _ = wait(waiting, timeout=0.05, return_when=FIRST_COMPLETED)
             _drain(events, on_epoch)
@@ -50,21 +51,17 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
                     ) from None
         _drain(events, on_epoch)
         pool.shutdown()
+        ended_well = True
     finally:
-        for process in list((getattr(pool, "_processes", None) or {}).values()):
+        workers_left = list((getattr(pool, "_processes", None) or {}).values())
+        for process in workers_left:
             process.terminate()
         pool.shutdown(wait=False, cancel_futures=True)
         events.close()
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes started in here never see Ctrl-C, not even while they still import: it is the parent's to handle, which ends them."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if not ended_well:  # what the ended ones were writing goes too, all the more where the disk is full
+            for process in workers_left:
+                process.join(5)
+            files.sweep(path for folder in {job.folder for job in jobs} if folder.is_dir() for path in folder.rglob(".*.part"))
 
 
 def _drain(events: Any, on_epoch: Callable[[Row], None]) -> None:
@@ -75,17 +72,19 @@ def _drain(events: Any, on_epoch: Callable[[Row], None]) -> None:
             return
 
 
-def _start(events: Any, parent: int) -> None:
+def _start(events: Any, environment: dict[str, str]) -> None:
     global _events
     _events = events
+    os.environ.update(environment)  # the fork server's are from when it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_thread()
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    threading.Thread(target=_follow, daemon=True).start()
 
 
-def _follow(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

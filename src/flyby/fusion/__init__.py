@@ -16,6 +16,7 @@ from flyby.fusion.maecho import MaEcho
 from flyby.fusion.ot import OtFusion
 from flyby.fusion.predictor import PREDICTORS, Predictor, load_predictor, save_predictor
 from flyby.fusion.prototypes import FedProto, FedTgp, NearestMeans
+from flyby.fusion.robust import Clipped, EnsembleMedian, EnsembleTrimmed, Median, RobustEnsemble, Trimmed
 
 FUSIONS: dict[str, type[Fusion]] = {
     f.name: f for f in (FedAvg, EnsembleFusion, Iffi, Experts, ExpertsSoftmax, ExpertsGate, ExpertsCalibrated)
@@ -26,5 +27,7 @@ PREDICTORS |= {NearestMeans.kind: NearestMeans}
 FUSIONS |= {f.name: f for f in (Dense, CoBoosting, FedDF, IntactOFL)}
 PREDICTORS |= {GatedPredictor.kind: GatedPredictor}
 FUSIONS |= {f.name: f for f in (FedLpa, MaEcho, OtFusion)}
+FUSIONS |= {f.name: f for f in (Median, Trimmed, Clipped, EnsembleMedian, EnsembleTrimmed)}
+PREDICTORS |= {RobustEnsemble.kind: RobustEnsemble}
 
 __all__ = ["FUSIONS", "Fusion", "FusionSettings", "Inbox", "Predictor", "load_predictor", "save_predictor"]

@@ -99,6 +99,8 @@ def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
 class ExpertsSettings(FusionSettings):
     sharpness: float = Field(16.0, gt=0, description="inverse temperature of the softmax and gate forms")
     power: float | None = Field(None, ge=0, description="v_kc ~ n_kc ** power; default 1, and .5 for experts-calibrated")
+    cap_counts: float | None = Field(None, gt=0, description="no client's counts add up to more than this many times the median client's")
+    validated: bool = Field(False, description="weigh each client's voice for a class by its F1 there on labelled --proxy images")
 
 
 class Experts(Fusion):
@@ -127,17 +129,44 @@ class Experts(Fusion):
                         f"{self.name} needs calibration scalars {list(shape)} and {item.manifest.sender} sent {sent}; use --fusion experts"
                     )
                 tables.append(table.float())
-        votes = expert_votes(parcels.counts, self.power if self.settings.power is None else self.settings.power)
+        counts = parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
+        trust = self._validated(networks, proxy) if self.settings.validated else None
+        votes = expert_votes(counts, self.power if self.settings.power is None else self.settings.power, trust)
         return ExpertsPredictor(
             [m.spec for m in parcels.manifests], parcels.class_names, networks, form=self.form, sharpness=self.settings.sharpness,
             votes=votes.float(), calibration=torch.stack(tables) if tables else None,
         )  # fmt: skip
 
+    def _validated(self, networks: Sequence[Network], proxy: Dataset | None) -> Tensor:
+        if proxy is None or len(proxy) == 0:
+            raise BadInput("fusion.validated needs images with labels that can be believed; give them with --proxy PATH")
+        images, labels = proxy.tensors()
+        return torch.stack([f1_scores(network, images, labels) for network in networks])
 
-def expert_votes(counts: Tensor, power: float) -> Tensor:
-    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c; all 0 for a class nobody holds: nobody speaks for it."""
+
+def expert_votes(counts: Tensor, power: float, trust: Tensor | None = None) -> Tensor:
+    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c; all 0 for a class nobody holds: nobody speaks for it.
+    ``trust`` [K, C] is one more factor of every voice."""
     voices = torch.where(counts > 0, counts**power, 0.0)  # 0^0 is 1, but who holds nothing has no voice
+    voices = voices if trust is None else voices * trust.to(voices)
     return voices / voices.sum(0, keepdim=True).clamp_min(torch.finfo(voices.dtype).tiny)
+
+
+def capped(counts: Tensor, most: float) -> Tensor:
+    """Counts [K, C] with every row scaled down to ``most`` times the median client's total at the most: while liars are fewer than half, that
+    median is one that an honest client might have."""
+    totals = counts.sum(1)
+    return counts * (most * totals.quantile(0.5) / totals.clamp_min(1e-12)).clamp(max=1)[:, None]
+
+
+@torch.no_grad()
+def f1_scores(network: Network, images: Tensor, labels: Tensor) -> Tensor:
+    """F1 of every class on labelled images: who never names a class, or names it everywhere, scores little. 1 for a class without images."""
+    classes = network.spec.classes
+    answers = torch.cat([network(network.spec.prepare(piece)).argmax(1) for piece in torch.split(images, 512)])
+    right = torch.bincount(labels[answers == labels], minlength=classes)
+    named, there = torch.bincount(answers, minlength=classes), torch.bincount(labels, minlength=classes)
+    return torch.where(there > 0, 2 * right / (named + there).clamp_min(1), 1.0)
 
 
 class ExpertsSoftmax(Experts):

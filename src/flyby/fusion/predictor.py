@@ -6,6 +6,7 @@ A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -164,7 +165,9 @@ def export_program(predictor: Predictor, path: Path) -> None:
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.no_grad():
         program = torch.export.export(predictor, (example,), dynamic_shapes=({0: batch},), strict=False)
-    torch.export.save(program, path)
+    buffer = io.BytesIO()  # a full disk is then noticed where all files are written, and not in the midst of an archive
+    torch.export.save(program, buffer)
+    write_bytes(path, buffer.getvalue())
 
 
 def _card(config: dict[str, Any], export: bool) -> str:

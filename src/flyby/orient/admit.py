@@ -6,14 +6,13 @@ own images of them. Random weights do not, flipped labels do worse; without it, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flyby import parcel
+from flyby.admission import Gate
 from flyby.data.site import Part, Site
 from flyby.errors import BadInput
 from flyby.orient.candidate import Candidate, by_spec
@@ -21,24 +20,20 @@ from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack
 from flyby.orient.tuning import stack_logits
 from flyby.parcel import Parcel
+from flyby.plausible import judge
 
 Check = Callable[[Parcel], None]
 PROBE = 4
-FEWEST = 8  # images by which a neighbour can be judged at all
-KNOWN = 0.2  # share of what is above chance; random weights reach a few hundredths more than chance, since images of a class are alike
 
 
-def read_inbox(folder: Path) -> tuple[list[Parcel], list[str]]:
-    """All parcels of a folder in name order, and a reason for each file that is none."""
+def read_inbox(folder: Path, gate: Gate | None = None, own: Parcel | None = None) -> tuple[list[Parcel], list[str]]:
+    """The parcels of a folder that come through the gate, in name order, and a line for each file that does not. Fit is judged by the ``own`` model."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; name the folder that holds the received .parcel files")
-    read, refused = [], []
-    for path in sorted(folder.glob("*.parcel")):
-        try:
-            read.append(parcel.read(path))
-        except BadInput as error:
-            refused.append(f"refused {path.name}: {error}")
-    return read, refused
+    gate = gate or Gate(receiver=own.manifest.sender if own else "node")
+    read = {path: gate.try_check(path) for path in sorted(folder.glob("*.parcel"))}
+    admitted = [read[Path(str(one.source))] for one in gate.settle(like=own.manifest if own else None)]
+    return [item for item in admitted if item is not None], [one.line for one in gate.refused]
 
 
 def admit(
@@ -104,24 +99,17 @@ def part_logits(candidates: Sequence[Candidate], site: Site, part: str, settings
 
 
 def screen(candidates: Sequence[Candidate], site: Site, settings: OrientSettings) -> tuple[list[Candidate], list[str]]:
-    """Candidates whose mean recall over the P classes they claim (and this node holds) is clearly above chance, 1/P: by a fifth of what there is above
-    it, and by two standard errors."""
+    """Candidates whose recall over the classes they claim (and this node holds) is clearly above chance: :func:`flyby.plausible.judge`."""
     for part in ("train", "val"):
         part_logits(candidates, site, part, settings)
     labels = torch.cat([site.train.labels, site.val.labels])
     kept, log = [], []
     for candidate in candidates:
         right = torch.cat([candidate.logits["train"], candidate.logits["val"]]).argmax(1) == labels
-        claimed = [c for c in range(len(site.class_names)) if candidate.counts is None or candidate.counts[c] > 0]
-        held = [right[labels == c].double() for c in claimed if bool((labels == c).any())]
-        judged = sum(len(r) for r in held)
-        candidate.facts["raw_recall"] = recall = float(torch.stack([r.mean() for r in held]).mean()) if held else math.nan
-        chance = 1 / (len(held) if len(held) > 1 else len(site.class_names))
-        margin = max(KNOWN * (1 - chance), 2 * math.sqrt(chance * (1 - chance) / max(1, judged)))
-        if judged < FEWEST or recall > chance + margin:
+        judged = judge(right, labels, candidate.counts, len(site.class_names))
+        candidate.facts["raw_recall"] = judged.recall
+        if judged.passes:
             kept.append(candidate)
         else:
-            log.append(
-                f"refused {candidate.sender}: it knows no more than chance of the classes it claims (recall {recall:.2f} on {judged} images)"
-            )
+            log.append(f"refused {candidate.sender}: {judged.reason}")
     return kept, log

@@ -60,7 +60,7 @@ class OrientSettings(BaseModel):
     together: Annotated[bool, Field(description="adapt neighbours of one architecture in one step; false: one after another")] = True
     stack: Annotated[int | None, Field(ge=1, description="most models in one step; default: all")] = None
     backend: Annotated[Backend, Field(description="how several models take one step")] = "auto"
-    graph: Annotated[bool, Field(description="replay training steps as CUDA graphs")] = False
+    graph: Annotated[bool, Field(description="replay training steps as CUDA graphs, on a GPU")] = True
     diagnostics: Annotated[bool, Field(description="measure latency and the theorems' quantities")] = True
 
     def stage_epochs(self, stage: Literal["finetune", "prune", "post", "distill"]) -> int:

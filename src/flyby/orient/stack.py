@@ -28,7 +28,7 @@ class Stack:
     def __init__(self, spec: ModelSpec, parameters: Tensors, buffers: Tensors, backend: Backend = "auto") -> None:
         self.spec, self.parameters, self.buffers = spec, parameters, buffers
         self.template = spec.skeleton()
-        self.backend = pick_backend(backend, self.device, self.template)
+        self.backend = pick_backend(backend, self.template)
 
     @classmethod
     def of(cls, spec: ModelSpec, states: Sequence[Mapping[str, Tensor]], device: torch.device | str, backend: Backend = "auto") -> Stack:
@@ -61,7 +61,9 @@ class Stack:
 
     def _loop(self, x: Tensor, tensors: Tensors) -> Tensor:
         """One model after another; on a GPU on several streams, which pays once the step is a graph."""
-        rows = [({n: t[m] for n, t in tensors.items()}, {n: t[m] for n, t in self.buffers.items()}) for m in range(len(self))]
+        # unbind, not indexing: the gradient of one is a single stack, that of M indexed rows is M tensors of the whole stack's size.
+        apart = [{n: t.unbind() for n, t in every.items()} for every in (tensors, self.buffers)]
+        rows = [tuple({n: t[m] for n, t in every.items()} for every in apart) for m in range(len(self))]
         if len(self) == 1 or not x.is_cuda:
             return torch.stack([self._one(p, b, x) for p, b in rows])
         here = torch.cuda.current_stream()
@@ -96,11 +98,12 @@ def full(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def pick_backend(backend: Backend, device: torch.device, network: nn.Module) -> Backend:
-    """``auto``: one pass for all on a GPU; on a CPU too where there are no convolutions, whose grouped form is slow there."""
+def pick_backend(backend: Backend, network: nn.Module) -> Backend:
+    """``auto``: one batched product for all where a network is made of matrices only; where it has convolutions one after another, whose
+    grouped form is slow everywhere: on a GPU side by side on several streams, in one graph."""
     if backend != "auto":
         return backend
-    return "vmap" if device.type == "cuda" or not any(isinstance(m, nn.Conv2d) for m in network.modules()) else "loop"
+    return "loop" if any(isinstance(m, nn.Conv2d) for m in network.modules()) else "vmap"
 
 
 class _Nothing:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flyby.data.site import Part, Site
 from flyby.data.views import PLAIN, ViewSettings, augment
+from flyby.graphs import Captured
 from flyby.objectives.supervised import Supervised
 from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack, Tensors, full
@@ -26,7 +27,6 @@ from flyby.rng import generator
 
 Penalty = Tensor | None
 EVALUATION_BATCH = 256
-WARM_UP = 3
 
 
 class Problem:
@@ -109,36 +109,20 @@ class Sgd:
 
 
 class Stepper:
-    """One training step of a stack, eager or replayed as a CUDA graph (after a few real steps that warm the allocator)."""
+    """One training step of a stack, as it is or replayed as a CUDA graph."""
 
     def __init__(self, stack: Stack, problem: Problem, settings: OrientSettings) -> None:
         self.stack, self.problem, self.settings = stack, problem, settings
         weights = stack.parameters if problem.learns_weights else {}
         self.optimizer = Sgd(weights, problem.extra, settings)
-        self.graph: Any = None
-        self.steps = 0
+        self.captured = Captured() if settings.graph and stack.device.type == "cuda" else None
         self.total = torch.zeros(len(stack), device=stack.device)
 
     def __call__(self, x: Tensor, labels: Tensor, rows: Tensor) -> None:
-        if not (self.settings.graph and x.is_cuda):
+        if self.captured is None:
             self._step(x, labels, rows)
-            return
-        if self.graph is None and self.steps < WARM_UP:
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._step(x, labels, rows)
-            torch.cuda.current_stream().wait_stream(side)
-            self.steps += 1
-            return
-        if self.graph is None:
-            self.inputs = (x.clone(), labels.clone(), rows.clone())
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._step(*self.inputs)
-        for mine, new in zip(self.inputs, (x, labels, rows), strict=True):
-            mine.copy_(new)
-        self.graph.replay()
+        else:
+            self.captured(self._step, x, labels, rows)
 
     def _step(self, x: Tensor, labels: Tensor, rows: Tensor) -> None:
         stack, problem = self.stack, self.problem

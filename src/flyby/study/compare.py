@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flyby.engines import held
 from flyby.errors import BadInput
 from flyby.study.config import RunConfig
 from flyby.study.run import locked, run
@@ -14,7 +15,7 @@ def compare(configs: dict[str, RunConfig], out: Path, **options: Any) -> dict[st
     """One run folder a method under ``out``, a shared store of uploads, and one report over all of them."""
     from flyby.study.report import write_report
 
-    with locked(out):
+    with locked(out), held(options.get("engine")):
         strange = sorted(p.name for p in out.iterdir() if p.name not in (*configs, "uploads", "report.html") and not p.name.startswith("."))
         if strange:
             raise BadInput(f"{out} is not empty ({strange[0]!r} is in it); name a new folder with --out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +17,9 @@ from flyby.fusion import Fusion
 from flyby.methods import check_pair, fusion_named, method_named, objective_named
 from flyby.models import ModelSpec
 from flyby.orient.settings import FleetSettings
+from flyby.privacy import check_privacy
 from flyby.settings import build, parse_assignment
+from flyby.study.attacks import AttackSettings
 from flyby.training import Counts, TrainSettings
 
 
@@ -55,10 +57,14 @@ class RunConfig(BaseModel):
     epsilon: float = Field(1.0, gt=0)
     proxy: str | None = None
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
+    attack: AttackSettings = AttackSettings()
+    admission: Literal["none", "default", "validated"] = Field(
+        "none", description="the gate before the server, without or with held-out images"
+    )
 
 
-SECTIONS: dict[str, type[BaseModel]] = {"data": DataSettings, "split": SplitSettings, "model": ModelSettings}
-TOP = ("codec", "counts", "epsilon", "proxy", "locals")
+SECTIONS: dict[str, type[BaseModel]] = {"data": DataSettings, "split": SplitSettings, "model": ModelSettings, "attack": AttackSettings}
+TOP = ("codec", "counts", "epsilon", "proxy", "locals", "admission")
 
 
 def make_config(
@@ -169,6 +175,7 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
         train=train, views=views, seed=config.seed, codec=config.codec, counts=config.counts, epsilon=config.epsilon,
     )  # fmt: skip
     recipe.spec.skeleton()
+    check_privacy(recipe.spec, objective.name, settings, train, views, config.counts)
     return Plan(config, recipe, fusion)
 
 

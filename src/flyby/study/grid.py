@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from flyby.data.splits import SPLITS, Split
+from flyby.engines import engine_named
 from flyby.errors import BadInput, Diverged, unknown
 from flyby.files import digest, read_json, write_text
 from flyby.methods import check_pair, fusion_named, method_named, objective_named
@@ -39,6 +41,8 @@ class Study(BaseModel):
     splits: list[str] = ["dirichlet"]
     seeds: list[int] = [0]
     clients: list[int] = [5]
+    attacks: list[str] = Field(default=[], description="kinds with settings, `random:share=0.4`; empty: nobody attacks")
+    admissions: list[str] = Field(default=[], description="gates before the server: none, default, validated; empty: none")
     epochs: int | None = None
     model: str | None = None
     settings: list[str] = Field(default=[], description="as --set on the command line, for every cell")
@@ -53,6 +57,12 @@ class Cell:
     data: str
     rule: str
     former: tuple[str, ...] = ()
+    attack: str = ""
+    admission: str = ""
+
+    def __str__(self) -> str:
+        threats = "".join(f" / {threat}" for threat in (self.attack, self.admission) if threat)
+        return f"{self.config.method} / {self.rule} / {self.data} a={self.config.split.alpha:g} seed {self.config.seed}{threats}"
 
 
 def read_study(name: str) -> tuple[str, Study]:
@@ -78,11 +88,13 @@ def read_study(name: str) -> tuple[str, Study]:
 
 def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
     """All cells, seeds outermost: breadth before repetition. Keys do not depend on where the data lies."""
-    axes = itertools.product(study.seeds, study.data, study.splits, study.clients, study.alphas, study.methods)
-    for seed, data, split, clients, alpha, method in axes:
+    world = study.seeds, study.data, study.splits, study.clients, study.alphas, study.methods
+    for seed, data, split, clients, alpha, method, attack, admission in itertools.product(
+        *world, study.attacks or [""], study.admissions or [""]
+    ):
         for rule in study.fusions or [""]:
             name, _, settings = rule.partition(":")
-            chosen = [*study.settings, *(f"fusion.{s}" for s in settings.split(",") if s)]
+            chosen = [*study.settings, *(f"fusion.{s}" for s in settings.split(",") if s), *threats(attack, admission)]
             words: dict[str, Any] = {
                 "seed": seed,
                 "model": study.model,
@@ -95,7 +107,14 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             logical = make_config(method, data={"name": data}, split=shape, **words)
             config = make_config(method, data={"name": place}, split=shape, **words)
             check_cell(config)
-            yield Cell(config, key_of(logical), data, rule or "own", former_keys(logical))
+            yield Cell(config, key_of(logical), data, rule or "own", () if attack or admission else former_keys(logical), attack, admission)
+
+
+def threats(attack: str, admission: str) -> list[str]:
+    """The assignments of a cell's attack and gate; none where nothing is to be asked for, so that such cells keep their keys."""
+    kind, _, settings = attack.partition(":")
+    asked = [f"attack.kind={kind}", *(f"attack.{s}" for s in settings.split(",") if s)] if kind not in ("", "none") else []
+    return asked + ([f"admission={admission}"] if admission not in ("", "none") else [])
 
 
 def check_cell(config: RunConfig) -> None:
@@ -176,39 +195,41 @@ def run_study(
 ) -> tuple[int, int]:
     """Do what is missing, a row appended as each cell ends; stops before a cell that would likely end after ``limit`` seconds.
 
-    Returns (rows done now, rows still missing).
+    Returns (rows done now, rows still missing). Cells go one after another, or as many at once as the engine can.
     """
     path = results / f"{name}.jsonl"
     todo = missing(study, path, data_root)
     started, longest, done = time.perf_counter(), 0.0, 0
-    for cell in todo:
-        began = time.perf_counter()
-        if limit is not None and began - started + longest > limit:
-            break
-        try:
-            result = run(
-                cell.config,
-                work / "runs" / cell.key,
-                store=work / "uploads",
-                resume=True,
-                quiet=quiet,
-                engine=engine,
-                device=device,
-                brief=True,
-            )
-        except Diverged as error:
-            result = lost(work / "runs" / cell.key, error, time.perf_counter() - began, device)
-        spent = time.perf_counter() - began
+    began: dict[str, float] = {}
+
+    def in_time() -> Iterator[Cell]:
+        for cell in todo:
+            began[cell.key] = time.perf_counter()
+            if limit is not None and began[cell.key] - started + longest > limit:
+                return
+            yield cell
+
+    each = engine_named(engine or "inline").each
+    work_on = partial(attempt, work=work, engine=engine, device=device, quiet=quiet)
+    for cell, result in each(work_on, in_time(), lambda cell: cell.config.data):
+        spent = time.perf_counter() - began[cell.key]
+        if isinstance(result, Diverged):
+            result = lost(work / "runs" / cell.key, result, spent, device)
         longest, done = max(longest, spent), done + 1
         append(path, row_of(name, cell, result))
         if not quiet:
             shown = "diverged" if result["accuracy"] is None else f"{result['accuracy']:.4f}"
-            print(
-                f"{cell.config.method} / {cell.rule} / {cell.data} a={cell.config.split.alpha:g} seed {cell.config.seed}: {shown} ({spent:.1f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{cell}: {shown} ({spent:.1f} s)", file=sys.stderr, flush=True)
     return done, len(todo) - done
+
+
+def attempt(cell: Cell, *, work: Path, engine: str | None, device: str, quiet: bool) -> dict[str, Any] | Diverged:
+    """Run one cell; that it diverged is a result too."""
+    folder, store = work / "runs" / cell.key, work / "uploads"
+    try:
+        return run(cell.config, folder, store=store, resume=True, quiet=quiet, engine=engine, device=device, brief=True)
+    except Diverged as error:
+        return error
 
 
 def lost(folder: Path, error: Diverged, seconds: float, device: str) -> dict[str, Any]:
@@ -237,12 +258,17 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "hardware",
         "versions",
         "diverged",
+        "attack_success",
     )
     own = result.get("per_client")
+    threat: dict[str, Any] = {name: value for name, value in (("attack", cell.attack), ("admission", cell.admission)) if value}
+    if "malicious" in result:
+        refused = [one["malicious"] for one in result.get("refused", ())]
+        threat |= {"malicious": len(result["malicious"]), "refused_malicious": sum(refused), "refused_honest": len(refused) - sum(refused)}
     return {
         "key": cell.key, "study": name, "method": cell.config.method, "fusion": cell.rule, "data": cell.data, "split": cell.config.split.name,
         "alpha": cell.config.split.alpha, "seed": cell.config.seed, **{k: result[k] for k in kept if k in result},
-        "own_accuracy": sum(own.values()) / len(own) if own else None, "date": time.strftime("%Y-%m-%d"),
+        "own_accuracy": sum(own.values()) / len(own) if own else None, **threat, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 

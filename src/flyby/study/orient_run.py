@@ -7,6 +7,7 @@ the heavy work (all nodes, where a neighbour sends its ``current`` model); a fin
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from flyby import parcel
+from flyby.admission import open_gate, remember
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Site, site_of, whole_site
 from flyby.data.sources import load
@@ -25,7 +27,7 @@ from flyby.engines import Job, engine_named
 from flyby.errors import BadInput, unknown
 from flyby.evaluation import accuracy, scores_of
 from flyby.files import file_digest, read_json, write_json, write_text
-from flyby.fusion import save_predictor
+from flyby.fusion import load_predictor, save_predictor
 from flyby.fusion.predictor import Predictor, Single
 from flyby.ledger import Ledger
 from flyby.methods import method_named
@@ -37,6 +39,7 @@ from flyby.orient.settings import FleetSettings, OrientSettings, stage_defaults
 from flyby.parcel import Parcel
 from flyby.settings import build, parse_assignment
 from flyby.study import orient_report
+from flyby.study.attacks import assault, met, success
 from flyby.study.config import Plan, RunConfig, pick_device, plan
 from flyby.study.progress import Progress
 from flyby.study.run import check_names, check_same_split, collect, describe, hardware, peak_memory_mb, sweep, uploads, versions
@@ -67,6 +70,10 @@ def run_population(
     names = list(split.shares)
     check_names(names)
     judged = evaluated(settings.eval_nodes, names)
+    if config.attack.kind != "none" and settings.sends == "current":
+        raise BadInput(
+            "an attack forges what is sent first, and under orient.sends=current nodes send what they made of it; leave that out"
+        )
     _check_parts(split, judged)
     check_same_split(split, out)
     split.save(out / "split.json")
@@ -82,20 +89,25 @@ def run_population(
     with Progress(f"pretraining for {config.method}", plans[0].recipe.train.epochs, len(missing), quiet) as bar:
         engine_named(engine)(missing, bar.on_epoch)
     write_text(out / "metrics.jsonl", "".join(line + "\n" for job in jobs for line in job.rows_path.read_text().splitlines()))
-    paths = dict(zip(names, collect(jobs, out), strict=True))
+    sent, liars = assault(config.attack, jobs, collect(jobs, out), bundle, split, judged if len(judged) < len(names) else ())
+    paths, judged = dict(zip(names, sent, strict=True)), [name for name in judged if name not in liars]
     trained = time.perf_counter()
 
     variant = method_named(config.method).orient or "fol"
     ledger = Ledger()
     facts = personalise(config.seed, variant, settings, schedule, bundle, split, paths, judged, ledger, out, device, quiet)
     ledger.save(out / "ledger.json")
+    threat = met(facts, {name: [s for e in range(settings.rounds) for s in schedule.senders(name, e + 1)] for name in judged}, liars)
+    if config.attack.kind == "backdoor":
+        fooled = [success(load_predictor(out / "personal" / n), site_of(bundle, split, n).test, config.attack, device) for n in judged]
+        threat["attack_success"] = statistics.fmean(rate for rate in fooled if rate is not None)
     own = {name: facts[name]["answer"] for name in judged}
     ended = time.perf_counter()
     timings = {"load": loaded - started, "pretrain": trained - loaded, "orient": ended - trained}
     write_json(out / "extra.json", orient_report.sections(facts, variant, settings))
     result = {
         **describe(config, plans[0], split, bundle), "accuracy": sum(own.values()) / len(own), "per_client": own,
-        "local_per_client": {name: facts[name]["local"] for name in judged}, "per_class": orient_report.per_class(facts, split.class_names),
+        "local_per_client": {name: facts[name]["local"] for name in judged}, **threat, "per_class": orient_report.per_class(facts, split.class_names),
         "model": ", ".join(dict.fromkeys(p.recipe.spec.name for p in plans)), "rounds": settings.rounds, "buffer": settings.buffer, "top": settings.top,
         "uploads": len(ledger.crossings), "bytes_up": ledger.total_bytes, "bytes_down": 0, "seconds": round(ended - started, 3),
         "timings": {k: round(v, 3) for k, v in timings.items()}, "engine": engine, "trained": len(missing), "peak_memory_mb": round(peak_memory_mb(), 1),
@@ -262,9 +274,11 @@ def _say(name: str, number: int, facts: dict[str, Any]) -> None:
 
 def orient_folder(
     own_path: Path, inbox: Path, data: str, out: Path, *, variant: str = "fol", size: int | None = None, assignments: Sequence[str] = (),
-    seed: int = 0, device: str = "auto", export: bool = True,
+    seed: int = 0, device: str = "auto", export: bool = True, trust: Path | None = None, require_signed: bool = False, ledger: Path | None = None,
+    quarantine: Path | None = None, max_bytes: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """``flyby orient``: one real node, its own parcel, a folder of received ones and its own images; writes a deployable folder."""
+    """``flyby orient``: one real node, its own parcel, a folder of received ones (which come through a gate) and its own images; writes a deployable
+    folder."""
     if out.is_dir() and any(out.iterdir()) and not (out / "model.json").exists():
         raise BadInput(f"{out} holds something else than a model; name a new folder with --out")
     if variant not in ("fol", "fol-a", "fol-n", "fol-an", "gossip"):
@@ -275,21 +289,22 @@ def orient_folder(
     check_site(own, site, variant)
     values = dict(_assignment(text) for text in assignments)
     settings = build(OrientSettings, {**stage_defaults(site.size)[1], **values}, "orient")
-    received, refused = read_inbox(inbox)
+    gate = open_gate(
+        own.manifest.sender, out, trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, max_bytes=max_bytes
+    )
+    received, refused = read_inbox(inbox, gate, own)
     made = orient(own, received, site, settings, seed, pick_device(device), variant=variant)
-    ledger = Ledger()
-    for item in received:
-        if item.manifest.sender != own.manifest.sender and not ledger.has(item.manifest.sender, own.manifest.sender):
-            ledger.record(item.manifest.sender, own.manifest.sender, item.size, item.digest, round=1)
     scores = {row["sender"]: row["score"] for row in made.rows}
     save_predictor(made.predictor, out, {"method": variant, "node": own.manifest.sender, "neighbours": len(made.rows) - 1}, export=export)
-    facts = plain({"log": refused + made.log, "candidates": made.rows, **made.facts})
+    facts = plain({"log": refused + gate.notes + made.log, "candidates": made.rows, **made.facts})
     write_json(out / "orient.json", facts)
-    ledger.save(out / "ledger.json")
+    gate.ledger.save(out / "ledger.json")
+    remember(gate, ledger)
     parcel.write(made.own, out / f"{own.manifest.sender}.parcel")
     return {
         "out": str(out), "variant": variant, "node": own.manifest.sender, "received": len(received) + len(refused), "used": len(made.rows) - 1,
-        "chosen": [row["sender"] for row in made.rows if row["chosen"]], "scores": scores, "log": facts["log"], "bytes_received": ledger.total_bytes,
+        "chosen": [row["sender"] for row in made.rows if row["chosen"]], "scores": scores, "log": facts["log"], "bytes_received": gate.ledger.total_bytes,
+        "refused": [one.row() for one in gate.refused],
         "files": sorted(p.name for p in out.iterdir()),
     }  # fmt: skip
 

@@ -5,7 +5,6 @@ data -> split -> one parcel a site -> ledger -> fuse -> evaluate -> report, in t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -19,20 +18,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from flyby import __version__, parcel
+from flyby import __version__, files, parcel
 from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import Part, part_of, site_of
 from flyby.data.splits import Split, make_split
-from flyby.engines import DataSettings, Job, engine_named
+from flyby.engines import DataSettings, Job, engine_named, held
 from flyby.errors import BadInput
 from flyby.evaluation import accuracy, own_accuracy, per_class, scores_of
-from flyby.files import file_digest, read_json, write_json, write_text
+from flyby.files import digest, read_json, write_json, write_text
 from flyby.fusion import Inbox, Predictor, save_predictor
 from flyby.fusion.predictor import Single
 from flyby.ledger import Ledger
 from flyby.methods import method_named
+from flyby.settings import build
+from flyby.study.attacks import assault, entrance, success
 from flyby.study.config import Plan, RunConfig, pick_device, plan
 from flyby.study.metrics import consistency
 from flyby.study.progress import Progress
@@ -58,7 +60,7 @@ def run(
     ``brief`` leaves out the report and the deployable folder, for the many cells of a study."""
     from flyby.study.report import write_report
 
-    with locked(out):
+    with locked(out), held(engine):
         if _already(config, out, resume):
             result: dict[str, Any] = read_json(out / "result.json")
             if not brief and not (out / "report.html").exists():  # it was stopped in the very last step
@@ -78,8 +80,8 @@ def run(
         todo = plan(config, bundle)
         if bundle.test is None:
             raise BadInput(f"{config.data.name} has no test images to judge by; set data.holdout above 0")
-        proxy = proxy_of(config, bundle) if todo.fusion else None
         split = make_split(bundle.train, config.split, config.seed)
+        proxy = proxy_of(config, bundle, split) if todo.fusion else None
         check_names(split.shares)
         check_same_split(split, out)
         split.save(out / "split.json")
@@ -95,14 +97,15 @@ def run(
         write_text(out / "metrics.jsonl", "".join(line + "\n" for line in rows))
         trained = time.perf_counter()
 
-        paths = collect(jobs, out)
-        ledger = Ledger()
-        for path in paths if todo.fusion else ():
-            ledger.record(parcel.read_manifest(path).sender, SERVER, path.stat().st_size, file_digest(path))
+        honest = collect(jobs, out)
+        paths, liars = assault(config.attack, jobs, honest, bundle, split)
+        clean = part_of(held_out(bundle, split)) if config.admission == "validated" else None
+        let_in, ledger, seen = entrance(SERVER, config.admission, paths, liars, clean, device) if todo.fusion else (paths, Ledger(), {})
         ledger.save(out / "ledger.json")
         predictor = None
         if todo.fusion:
-            predictor = todo.fusion.fuse(Inbox(paths), proxy=proxy, seed=config.seed, device=device, work=out / "server")
+            fuse = engine_named(engine).fuse
+            predictor = fuse(todo.fusion, Inbox(let_in), proxy=proxy, seed=config.seed, device=device, work=out / "server")
             if todo.fusion.sections:
                 write_json(out / "extra.json", todo.fusion.sections)
             if not brief:
@@ -110,7 +113,9 @@ def run(
                 save_predictor(predictor, out / "global", card, export=False)
         fused = time.perf_counter()
         judged = judge(predictor, paths, bundle, split, device, config.locals)
-        judged |= looked_into(todo, jobs, paths, bundle, device, proxy)
+        judged |= looked_into(todo, jobs, honest, bundle, device, proxy) | seen
+        if predictor is not None and config.attack.kind == "backdoor":
+            judged["attack_success"] = success(predictor, part_of(bundle.test), config.attack, device)
         ended = time.perf_counter()
         timings = {"load": loaded - started, "train": trained - loaded, "fuse": fused - trained, "evaluate": ended - fused}
         result = {
@@ -132,10 +137,11 @@ def _already(config: RunConfig, out: Path, resume: bool) -> bool:
         if strange:
             raise BadInput(f"{out} is not empty ({strange[0]!r} is in it) and is not a run; name a new folder with --out")
         return False
-    old = {k: v for k, v in read_json(out / "config.json").items() if k != "resolved"}
+    asked = {k: v for k, v in read_json(out / "config.json").items() if k != "resolved"}
     if not resume:
         raise BadInput(f"{out} already holds a run; add --resume to finish it, or name another folder with --out")
-    new = json.loads(config.model_dump_json())
+    # Read into the settings of today: what was added to them since the run began has its default there.
+    old, new = (json.loads(c.model_dump_json()) for c in (build(RunConfig, asked, str(out / "config.json")), config))
     if old != new:
         changed = sorted(k for k in new if old.get(k) != new[k])
         raise BadInput(f"{out} holds a run with other settings ({', '.join(changed)}); --resume needs the same command")
@@ -155,10 +161,20 @@ def check_same_split(split: Split, out: Path) -> None:
         raise BadInput(f"the data changed since the run in {out} began; name a new folder with --out")
 
 
-def sweep(*folders: Path) -> None:
-    """Take away the half-written files that a killed process left; the folder's lock is held, so nobody is writing them."""
-    for path in sorted({path for folder in folders for path in folder.rglob(".*.part")}, reverse=True):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+def sweep(out: Path, *stores: Path) -> None:
+    """Take away what a killed process left and nobody needs; the folder's lock is held, so nobody is writing it: half-written files, and
+    checkpoints of sites whose upload is there. A store may be filled by another cell right now: what is fresh stays there."""
+    for folder in (out, *stores):
+        left = {*folder.rglob(".*.part"), *folder.rglob(".*.old")}
+        files.sweep(left if folder.is_relative_to(out) else (path for path in left if _settled(path)))
+        files.sweep(path for path in folder.glob("*.ckpt") if path.with_suffix(".parcel").exists() and path.with_suffix(".jsonl").exists())
+
+
+def _settled(path: Path, seconds: float = 10.0) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > seconds
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -170,14 +186,11 @@ def locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         handle = open(lock, "w")  # noqa: SIM115
     except OSError as error:
+        if error.errno in files.FULL:
+            raise files.unwritable(lock, error) from None
         raise BadInput(f"cannot write to {out}: {error.strerror}; name another folder with --out") from None
     with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not lock.exists() or not os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
-                raise BlockingIOError  # its owner was just taking the empty folder away
-        except OSError:
-            raise BadInput(f"another flyby process is working in {out}; wait for it, or name another folder with --out") from None
+        files.take_lock(handle, lock, out)
         try:
             yield
         finally:
@@ -217,16 +230,28 @@ def collect(jobs: list[Job], out: Path) -> list[Path]:
             path.unlink(missing_ok=True)
             try:
                 os.link(job.parcel_path, path)
-            except OSError:
-                shutil.copyfile(job.parcel_path, path)
+            except OSError:  # no links here, or another disk
+                with job.parcel_path.open("rb") as source, files.atomic_open(path) as copy:
+                    shutil.copyfileobj(source, copy)
         paths.append(path)
     return paths
 
 
-def proxy_of(config: RunConfig, bundle: DataBundle) -> Dataset | None:
-    """The named proxy images; none of them may be a test image, whatever file they came from."""
+def held_out(bundle: DataBundle, split: Split) -> Dataset:
+    """The sites' validation parts together: labelled images that nobody trained on, which a server might own."""
+    rows = np.concatenate([share.val for share in split.shares.values()])
+    if not len(rows):
+        raise BadInput("there are no held-out images for the server; keep some back with --set split.val=0.1")
+    data = bundle.train
+    return Dataset(data.images[rows], data.labels[rows], data.class_names, digest([data.digest, rows.tolist()]))
+
+
+def proxy_of(config: RunConfig, bundle: DataBundle, split: Split) -> Dataset | None:
+    """The named proxy images (``held-out``: the sites' validation parts); none of them may be a test image, whatever file they came from."""
     if config.proxy is None:
         return None
+    if config.proxy == "held-out":
+        return held_out(bundle, split)
     proxy = DataSettings(name=config.proxy, holdout=0.0).load().train
     if proxy.size != bundle.train.size:
         proxy = DataSettings(name=config.proxy, size=bundle.train.size[0], holdout=0.0).load().train

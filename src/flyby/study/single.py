@@ -9,23 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from flyby import parcel
-from flyby.data.site import whole_site
+from flyby.admission import Gate, Refused, remember
+from flyby.data.site import Part, part_of, whole_site
 from flyby.data.sources import load
 from flyby.errors import BadInput, unknown
-from flyby.files import file_digest
+from flyby.files import sole_writer
 from flyby.fusion import Inbox, save_predictor
-from flyby.ledger import Ledger
 from flyby.methods import fusion_named, objective_named
 from flyby.settings import build, parse_assignment
+from flyby.signing import PrivateKey, check_sender, sign
 from flyby.study.config import RunConfig, pick_device, plan
 from flyby.study.progress import Progress
 from flyby.study.run import SERVER, check_names
 from flyby.training import train_site
 
 
-def train_parcel(config: RunConfig, out: Path, site_id: str, *, device: str = "auto", quiet: bool = False) -> tuple[parcel.Manifest, int]:
-    """``flyby train``: one site's own data to one parcel. Interrupted, the same command goes on where it stopped."""
+def train_parcel(
+    config: RunConfig, out: Path, site_id: str, *, device: str = "auto", quiet: bool = False, key: PrivateKey | None = None
+) -> tuple[parcel.Manifest, int]:
+    """``flyby train``: one site's own data to one parcel, signed where there is a key. Interrupted, the same command goes on where it stopped."""
     check_names([site_id])
+    if key is not None:
+        check_sender(key, site_id)  # now, not after an hour of training
     if out.is_dir():
         raise BadInput(f"{out} is a folder; name the .parcel file to write")
     bundle = config.data.load(progress=not quiet)
@@ -34,23 +39,20 @@ def train_parcel(config: RunConfig, out: Path, site_id: str, *, device: str = "a
     recipe = todo.recipe
     kind = objective_named(recipe.objective)
     objective = kind(build(kind.settings_type, recipe.objective_settings, "objective"))
-    key = recipe.key(bundle.train.digest)
-    work = out.parent / f".{out.name}.{key}"  # keyed by the settings: a changed command does not pick up another's checkpoint
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"cannot write {out}: {error.strerror}; name another place with --out") from None
-    try:
-        with Progress(f"training {site_id}", recipe.train.epochs, 1, quiet) as bar:
-            trained = train_site(
-                site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
-                codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, simulated=False, device=pick_device(device), folder=work, on_epoch=bar.on_epoch, provenance={"key": key},
-            )  # fmt: skip
-        written = parcel.write(trained.parcel, out)
-        shutil.rmtree(work, ignore_errors=True)
-    finally:
-        with contextlib.suppress(OSError):
-            work.rmdir()  # it stays where it holds a checkpoint to go on from
+    settings = recipe.key(bundle.train.digest)
+    work = out.parent / f".{out.name}.{settings}"  # keyed by the settings: a changed command does not pick up another's checkpoint
+    with sole_writer(out):
+        try:
+            with Progress(f"training {site_id}", recipe.train.epochs, 1, quiet) as bar:
+                trained = train_site(
+                    site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
+                    codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, simulated=False, device=pick_device(device), folder=work, on_epoch=bar.on_epoch, provenance={"key": settings},
+                )  # fmt: skip
+            written = parcel.write(trained.parcel if key is None else sign(trained.parcel, key), out)
+            shutil.rmtree(work, ignore_errors=True)
+        finally:
+            with contextlib.suppress(OSError):
+                work.rmdir()  # it stays where it holds a checkpoint to go on from
     return trained.parcel.manifest, written
 
 
@@ -70,8 +72,13 @@ def fuse_parcels(
     seed: int = 0,
     export: bool = True,
     device: str = "auto",
+    gate: Gate | None = None,
+    validation: str | None = None,
+    min_sites: int | None = None,
+    ledger: Path | None = None,
 ) -> dict[str, Any]:
-    """``flyby fuse``: parcels to a deployable folder, each counted once in its ledger."""
+    """``flyby fuse``: parcels to a deployable folder, each counted once in its ledger. All come through the ``gate``, which may hold some already;
+    one that is refused ends it, unless ``min_sites`` says how many are enough. ``validation`` names labelled images to judge them by."""
     kind = fusion_named(rule)
     _replaceable(out)
     values = {}
@@ -86,14 +93,22 @@ def fuse_parcels(
             )
         values[name] = value
     fusion = kind(build(kind.settings_type, values, "fusion"))
-    inbox = Inbox(paths)
-    ledger = Ledger()
-    for path in paths:
-        ledger.record(parcel.read_manifest(path).sender, SERVER, path.stat().st_size, file_digest(path))
-    images = load(proxy, size=inbox.manifests[0].spec.size[0]).train if proxy else None
+    gate = gate or Gate(receiver=SERVER)
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise BadInput(f"{path} is named twice; each participant sends exactly one parcel")
+        gate.try_check(path)
+    _enough(gate, min_sites)
+    typical = gate.typical()
+    images = load(proxy, size=typical.spec.size[0]).train if proxy else None
+    judges = _judges(validation, typical) if validation else None
+    gate.settle(judges, pick_device(device), like=typical if judges else None, rule=None if kind.heterogeneous else rule)
+    _enough(gate, min_sites)
+    inbox = Inbox(one.source for one in gate.waiting)
     work = out.parent / f".{out.name}.server"
     predictor = fusion.fuse(inbox, proxy=images, seed=seed, device=pick_device(device), work=work)
     shutil.rmtree(work, ignore_errors=True)
+    gate.unchanged()
     card = {
         "fusion": rule,
         "sites": len(inbox),
@@ -101,12 +116,48 @@ def fuse_parcels(
         "samples": sum(inbox.samples),
     }
     save_predictor(predictor, out, card, export=export)
-    ledger.save(out / "ledger.json")
+    gate.ledger.save(out / "ledger.json")
+    remember(gate, ledger)
     return {
         "out": str(out),
         "kind": predictor.kind,
         "fusion": rule,
         "sites": len(inbox),
-        "bytes_up": ledger.bytes_up(SERVER),
+        "bytes_up": gate.ledger.bytes_up(SERVER),
         "files": sorted(p.name for p in out.iterdir()),
+        "signers": {one.manifest.sender: one.signer for one in gate.waiting},
+        "refused": [one.row() for one in gate.refused],
+        "notes": gate.notes,
     }
+
+
+def _enough(gate: Gate, least: int | None) -> None:
+    """Without a number all who came must be let in, so that nobody is left out unnoticed."""
+    there, first = len(gate.waiting), next(iter(gate.refused), None)
+    if there >= (least or 1) and (least is not None or first is None):
+        return
+    gate.isolate()
+    if first is None:
+        raise BadInput(
+            f"there are {there} parcels to fuse, fewer than --min-sites {least}"
+            if there
+            else "there are no parcels to fuse; name .parcel files"
+        )
+    if least is None:
+        others = len(gate.refused) - 1
+        raise Refused(first.reason + (f" (and {others} more refused)" if others else ""), first.stage)
+    raise Refused(
+        f"{there} parcels were let in, fewer than --min-sites {least}, and {len(gate.refused)} refused; the first: {first.reason}",
+        first.stage,
+    )
+
+
+def _judges(name: str, like: parcel.Manifest) -> Part:
+    """Labelled images by which parcels are judged: a source's validation split, or else its training images; its test images choose nothing."""
+    bundle = load(name, size=like.spec.size[0])
+    data = bundle.validation or bundle.train
+    if data.class_names != like.class_names or data.channels != like.spec.channels:
+        raise BadInput(
+            f"--validation {name} has other classes or images than the parcels; name labelled images like those they were trained on"
+        )
+    return part_of(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def render(name: str, study: Study, results: Path, figures: list[Row] | None = N
     if not everything:
         raise BadInput(f"{place} holds no rows yet; run flyby study {name} first")
     wanted = {cell.key: (cell.config.method, _rule(cell)) for cell in cells(study)}
+    threats = {cell.key: (cell.attack, cell.admission) for cell in cells(study)}
     rows = [{**row, "key": key} for key, row in settled(study, place).items()]
     if not rows:
         raise BadInput(f"{place} holds {len(everything)} rows, none of them of the study as it stands; run flyby study {name} again")
@@ -54,7 +56,10 @@ def render(name: str, study: Study, results: Path, figures: list[Row] | None = N
         mine = [row for row in rows if _group(row) == group]
         data, model, clients, split, epochs = group
         lines += [f"## {data}: {model}, {clients} clients, `{split}` split, {epochs} epochs", ""]
-        lines += [*_table(mine, wanted, [f for f in figures if f["data"] == data]), ""]
+        if any(any(threat) for threat in threats.values()):
+            lines += [*under_attack(mine, wanted, threats), ""]
+        else:
+            lines += [*_table(mine, wanted, [f for f in figures if f["data"] == data]), ""]
     if other := len(everything) - len(rows):
         lines += [f"{other} rows that were run under other settings are left out.", ""]
     return "\n".join(lines)
@@ -94,6 +99,47 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
         hardware = ", ".join(sorted({row["hardware"] for row in rows if row.get("trained")}))
         lines.append(f"Training one set of uploads took {min(spent):.0f} to {max(spent):.0f} s ({hardware}).")
     return lines + ([""] if notes else []) + [f"- [{i}] {note}" for i, note in enumerate(notes, 1)]
+
+
+def under_attack(rows: list[Row], wanted: dict[str, tuple[str, str]], threats: dict[str, tuple[str, str]]) -> list[str]:
+    """One table a kind of value: a line a method and rule, a column an attack (and gate, and alpha, where there are several).
+
+    Accuracies come first, then how often triggered images became the target, then whom the gate or the screen turned away: malicious ones of how many, and honest ones.
+    """
+    alphas, gates = {row["alpha"] for row in rows}, {gate for _, gate in threats.values()}
+
+    def column(row: Row) -> str:
+        attack, gate = threats[row["key"]]
+        parts = [attack or "none", *([gate or "none"] if len(gates) > 1 else []), *([f"α = {row['alpha']:g}"] if len(alphas) > 1 else [])]
+        return ", ".join(parts)
+
+    def table(title: str, show: Callable[[list[Row]], str], chosen: list[Row]) -> list[str]:
+        heads = list(dict.fromkeys(column(row) for key in wanted for row in chosen if row["key"] == key))
+        lines = [title, "", f"| clients' method | server rule | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
+        for line in dict.fromkeys(wanted[key] for key in wanted):
+            found = [[r for r in chosen if wanted[r["key"]] == line and column(r) == head] for head in heads]
+            if any(found):
+                lines.append(f"| {line[0]} | {line[1]} | " + " | ".join(show(those) if those else "" for those in found) + " |")
+        return [*lines, ""]
+
+    seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
+    lines = table(f"Test accuracy in %, seeds {seeds}; one split a seed, all rules on the same uploads.", _mean_of("accuracy"), rows)
+    if triggered := [row for row in rows if row.get("attack_success") is not None]:
+        lines += table("Triggered images of other classes that become the target, in %.", _mean_of("attack_success"), triggered)
+    if judged := [
+        row for row in rows if "refused_malicious" in row and (row["refused_malicious"] or row["refused_honest"] or threats[row["key"]][1])
+    ]:
+        lines += table("Refused before fusing: malicious ones of all malicious, and honest ones; sums over seeds.", _turned_away, judged)
+    return lines[:-1]
+
+
+def _mean_of(name: str) -> Callable[[list[Row]], str]:
+    return lambda rows: cell_text([row[name] for row in rows])
+
+
+def _turned_away(rows: list[Row]) -> str:
+    malicious, refused, honest = (sum(row[name] for row in rows) for name in ("malicious", "refused_malicious", "refused_honest"))
+    return f"{refused} of {malicious}, {honest} honest"
 
 
 def write_table(name: str, study: Study, results: Path) -> Path:

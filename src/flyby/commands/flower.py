@@ -1,0 +1,146 @@
+"""``flyby flower``: a round over a Flower network, with TLS and authenticated nodes. Flower itself is imported by its own processes alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flyby.commands.common import Device, Json, Quiet, Set, Size, say
+from flyby.errors import BadInput
+
+app = typer.Typer(
+    name="flower", no_args_is_help=True, rich_markup_mode=None,
+    help="Carry the parcels over a Flower network: TLS, authenticated nodes, a deadline and a quorum.",
+)  # fmt: skip
+
+Method = Annotated[str, typer.Option(help="Whose local training, a method of `flyby methods`.")]
+Fusion = Annotated[str | None, typer.Option(help="Another server rule than the method's own.")]
+Model = Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")]
+Epochs = Annotated[int | None, typer.Option(help="Local epochs.")]
+Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
+Deadline = Annotated[str, typer.Option(help="Fuse after this time what is there, e.g. 90s, 10m, 2h.")]
+MinSites = Annotated[int | None, typer.Option(help="Fewest parcels to fuse; by default all that are expected.")]
+MaxMegabytes = Annotated[int, typer.Option(help="Largest parcel that a site may send.")]
+Trust = Annotated[Path | None, typer.Option(help="Whose signing key is whose: a file of `flyby keys trust` on the server's host.")]
+RequireSigned = Annotated[bool, typer.Option("--require-signed", help="Take only parcels signed with a trusted key.")]
+Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
+
+
+@app.command("up")
+def up_command(
+    data: Annotated[
+        list[str] | None, typer.Option(help="One source, split among the nodes as `flyby run` would, or one for each node (repeatable).")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="How many SuperNodes; 3, or one for each --data.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for model, parcels, ledger.json and result.json.")] = Path("flower-round"),
+    method: Method = "aurora",
+    fusion: Fusion = None,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    model: Model = None,
+    alpha: Annotated[float, typer.Option(help="Dirichlet concentration of the split.")] = 0.1,
+    split: Annotated[str, typer.Option(help="How one source is divided.")] = "dirichlet",
+    min_size: Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")] = None,
+    deadline: Deadline = "10m",
+    min_sites: MinSites = None,
+    max_megabytes: MaxMegabytes = 1000,
+    export: Export = True,
+    device: Device = "auto",
+    size: Size = None,
+    settings: Set = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Try it here: a SuperLink and SuperNodes on this machine, one whole round over TLS, and everything taken down again."""
+    from flyby.deploy.round import read_round
+    from flyby.deploy.trial import up
+
+    sources = data or ["digits"]
+    if len(sources) > 1 and nodes not in (None, len(sources)):
+        raise BadInput(f"--nodes {nodes} does not fit {len(sources)} sources; leave it out, or name one source to be split")
+    if nodes is not None and nodes < 1:
+        raise BadInput("--nodes must be at least 1")
+    asked = read_round(_told(locals()))
+    result = up(
+        sources, asked, settings or (), nodes=nodes or 3, split={"name": split, "alpha": alpha, "min_size": min_size}, device=device,
+        tell=(lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True)),
+    )  # fmt: skip
+    say(result, as_json, _line(result, out))
+
+
+def _told(words: dict[str, Any]) -> dict[str, Any]:
+    """The words of a command that a round knows; what was not said stays at its default."""
+    from flyby.deploy.round import Round
+
+    told = {name: words[name] for name in Round.model_fields if words.get(name) is not None and name != "settings"}
+    return {name.replace("_", "-"): str(value) if isinstance(value, Path) else value for name, value in told.items()}
+
+
+def _line(result: dict[str, Any], out: Path) -> str:
+    judged = f"accuracy {result['accuracy']:.4f}   " if "accuracy" in result else ""
+    absent = [f"{row['site'] or row['node']}: {row['reason']}" for row in [*result["late"], *result["failed"]]]
+    first = f"{result['method']:<12} {judged}{result['uploads']} uploads, {result['bytes_up'] / 1e6:.2f} MB   {result['seconds']['collect']:.1f} s"
+    return "\n".join([first, *(f"without {line}" for line in absent), f"model: {out}"])
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="The folder to write.")],
+    host: Annotated[list[str] | None, typer.Option(help="A name or IP address of the SuperLink's host (repeatable).")] = None,
+    days: Annotated[int, typer.Option(help="For how long the certificate holds.")] = 365,
+    as_json: Json = False,
+) -> None:
+    """A TLS certificate for the SuperLink: ca.crt for every host, server.crt and server.key for its own."""
+    from flyby.deploy.credentials import write_certificates
+
+    paths = write_certificates(folder, host or (), days)
+    facts = {name: str(path) for name, path in paths.items()}
+    say(facts, as_json, f"{paths['ca']}: for every host\n{paths['certificate']}, {paths['key']}: for the SuperLink's host alone")
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="The folder to write.")],
+    sites: Annotated[list[str], typer.Argument(help="The name of the site, or of several.")],
+    as_json: Json = False,
+) -> None:
+    """Key pairs by which the SuperLink knows its nodes: SITE-node.key stays at the site, SITE-node.pub is registered."""
+    from flyby.deploy.credentials import write_node_keys
+
+    made = {site: write_node_keys(folder, site) for site in sites}
+    facts = {site: {name: str(path) for name, path in paths.items()} for site, paths in made.items()}
+    lines = [f"{paths['key']}: stays at {site}; register {paths['public']} at the SuperLink" for site, paths in made.items()]
+    say(facts, as_json, "\n".join(lines))
+
+
+@app.command("app")
+def app_command(
+    folder: Annotated[Path, typer.Argument(help="The folder to write.")],
+    sites: Annotated[int, typer.Option(help="How many sites are expected; 0 waits for the deadline.")] = 0,
+    out: Annotated[str, typer.Option(help="The folder on the SuperLink's host for model, parcels and result.json.")] = "flower-round",
+    method: Method = "aurora",
+    fusion: Fusion = None,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    model: Model = None,
+    deadline: Deadline = "10m",
+    min_sites: MinSites = None,
+    max_megabytes: MaxMegabytes = 1000,
+    trust: Trust = None,
+    require_signed: RequireSigned = False,
+    export: Export = True,
+    device: Device = "auto",
+    size: Size = None,
+    settings: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Write the Flower app that `flwr run` takes; every setting of a round is a key of its run config."""
+    from flyby.deploy.app_folder import write_app
+    from flyby.deploy.round import joined, read_round
+
+    asked = read_round({**_told(locals()), "settings": joined(settings or ())}).check()
+    write_app(folder, asked)
+    say({"app": str(folder), "config": asked.scalars()}, as_json, f"{folder}: start the round with: flwr run {folder} --stream")

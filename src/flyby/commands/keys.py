@@ -1,0 +1,96 @@
+"""``flyby keys``: make a key pair, look at one, say whose key is whose; ``flyby sign`` for a parcel that exists already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flyby.commands.common import Json, say
+
+app = typer.Typer(
+    help="Keys to sign parcels with, and the trust file that says whose key is whose.", no_args_is_help=True, rich_markup_mode=None
+)
+
+KeyFile = Annotated[Path | None, typer.Option("--key", help="Sign with this private key of `flyby keys new`.")]
+TrustFile = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
+RequireSigned = Annotated[bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")]
+LedgerFile = Annotated[
+    Path | None, typer.Option("--ledger", help="Who has sent before: refuse them, and add those let in (made if not there).")
+]
+Quarantine = Annotated[Path | None, typer.Option("--quarantine", help="Move refused parcels here, each beside the reason.")]
+MaxBytes = Annotated[int | None, typer.Option("--max-bytes", min=1, help="Largest parcel to take; 4 GiB by default.")]
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="The sender: this site's name, as it stands in its parcels.")],
+    out: Annotated[Path, typer.Option(help="The folder to write NAME.key and NAME.pub to.")] = Path(),
+    as_json: Json = False,
+) -> None:
+    """Make a key pair: NAME.key stays here, NAME.pub goes to whoever receives this site's parcels."""
+    from flyby.signing import new_key
+
+    secret, public, key = new_key(name, out)
+    facts = {"sender": name, "private": str(secret), "public": str(public), "fingerprint": key.fingerprint}
+    say(
+        facts,
+        as_json,
+        f"{secret}: keep it here and private\n{public}: give it to the receivers of your parcels\nfingerprint: {key.fingerprint}",
+    )
+
+
+@app.command()
+def show(file: Annotated[Path, typer.Argument(help="A .pub or .key file.")], as_json: Json = False) -> None:
+    """Whose key a file holds, the public key and its fingerprint, for two people to compare."""
+    from flyby.signing import read_either
+
+    key = read_either(file)
+    facts = {"sender": key.sender, "public_key": key.text, "fingerprint": key.fingerprint}
+    say(facts, as_json, f"sender:      {key.sender or 'not named in the file'}\npublic key:  {key.text}\nfingerprint: {key.fingerprint}")
+
+
+@app.command()
+def trust(
+    trust_file: Annotated[Path, typer.Argument(metavar="TRUSTFILE", help="The trust file; made if it is not there.")],
+    public_key: Annotated[Path, typer.Argument(metavar="PUBLICKEY", help="The sender's .pub file.")],
+    sender: Annotated[str | None, typer.Option(help="Whose key it is; by default the name in the .pub file.")] = None,
+    also: Annotated[bool, typer.Option("--also", help="Trust it beside the sender's older key.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Trust it in place of the sender's older keys.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Trust a public key as a sender's, after its fingerprint was compared by some other way than the one it came by."""
+    from flyby.signing import Trust, read_public
+
+    known = Trust.load(trust_file) if trust_file.exists() else Trust()
+    key = read_public(public_key)
+    name = sender or key.sender or public_key.stem
+    known.add(name, key, also=also, replace=replace)
+    known.save(trust_file)
+    facts = {
+        "trust": str(trust_file),
+        "sender": name,
+        "fingerprint": key.fingerprint,
+        "keys": len(known.senders[name]),
+        "senders": len(known.senders),
+    }
+    say(facts, as_json, f"{trust_file}: {name} is trusted with {key.fingerprint} ({len(known.senders)} senders in all)")
+
+
+def sign(
+    parcel: Annotated[Path, typer.Argument(help="The .parcel to sign.")],
+    key: Annotated[Path, typer.Option(help="The sender's private key of `flyby keys new`.")],
+    out: Annotated[Path | None, typer.Option(help="The signed .parcel to write; by default the same file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Sign a parcel that exists already. Its content stays as it is."""
+    from flyby import parcel as parcels
+    from flyby.signing import read_private
+    from flyby.signing import sign as signed
+
+    secret, target = read_private(key), out or parcel
+    made = signed(parcels.read(parcel), secret)
+    written = parcels.write(made, target)
+    facts = {"parcel": str(target), "bytes": written, "sender": made.manifest.sender, "fingerprint": secret.public.fingerprint}
+    say(facts, as_json, f"{target}: {written:,} bytes, signed by {made.manifest.sender} with {secret.public.fingerprint}")

@@ -1,0 +1,75 @@
+"""At a site: the Flower ClientApp. It trains the SuperNode's own data by the code of ``flyby train`` and answers with the parcel's bytes."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flyby.deploy.round import MEGABYTE, NodeSettings, Round, assignments, read_node, read_round
+from flyby.errors import BadInput, FlybyError
+
+PARCEL, SITE = "parcel", "site"  # the two records of an answer: the bytes, and a few words about them
+SERIAL = "flyby.parcel"  # what Flower's Array calls the way its bytes were made; nobody but flyby's own reader opens them
+
+
+def make_app() -> Any:
+    """The ClientApp that Flower runs; it answers ``train`` messages and nothing else."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        started = time.monotonic()
+        try:
+            name, data = answer(context.run_config, context.node_config)
+        except Exception as error:
+            return Message(RecordDict({SITE: ConfigRecord({"error": reason(error, context.node_config)})}), reply_to=message)
+        # An Array travels in pieces of 5 MB, each sent and stored by itself; one value of a ConfigRecord would be a single message.
+        parcel = ArrayRecord({PARCEL: Array("uint8", (len(data),), SERIAL, data)})
+        about = ConfigRecord({"name": name, "seconds": time.monotonic() - started})
+        return Message(RecordDict({PARCEL: parcel, SITE: about}), reply_to=message)
+
+    return app
+
+
+def answer(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[str, bytes]:
+    """The site's name and its parcel's bytes, trained as the round asks, on the data that the node names."""
+    asked, node = read_round(run_config), read_node(node_config)
+    if node.work:
+        return node.site, _trained(asked, node, Path(node.work))
+    with tempfile.TemporaryDirectory(prefix="flyby-site-") as folder:
+        return node.site, _trained(asked, node, Path(folder))
+
+
+def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:
+    from flyby.signing import read_private
+    from flyby.study.single import train_parcel
+
+    out = work / f"{node.site}.parcel"
+    key = read_private(node.key) if node.key else None
+    train_parcel(asked.config(node.data, assignments(node.settings)), out, node.site, device=node.device, key=key)
+    size = out.stat().st_size
+    if size > asked.max_bytes:
+        raise BadInput(
+            f"the parcel has {size / MEGABYTE:,.1f} MB and this round takes {asked.max_megabytes} MB; send less with --set codec=int8 or raise max-megabytes"
+        )
+    return out.read_bytes()
+
+
+def reason(error: Exception, node_config: Mapping[str, Any]) -> str:
+    """What the server may know of a failure: flyby's own sentence without the site's paths, of anything else the kind alone. The site's log has it all."""
+    traceback.print_exception(error, file=sys.stderr)
+    if not isinstance(error, FlybyError):
+        return f"{type(error).__name__} at the site; its log says more"
+    sentence = str(error)
+    for name in ("data", "work", "key"):
+        path = str(node_config.get(name, ""))
+        sentence = sentence.replace(path, f"<{name}>") if path else sentence
+    return sentence

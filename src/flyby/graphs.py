@@ -1,0 +1,79 @@
+"""Steps replayed as CUDA graphs: a small network's step is some hundred launches of kernels shorter than a launch, and one replay does them all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3
+_one_at_a_time = threading.Lock()  # two threads may train at once, but the allocator takes part in one capture at a time
+
+
+class Captured:
+    """Calls a function of tensors that gives nothing back and changes tensors in place: the first calls as it is, which warms the allocator
+    and lets cuDNN choose its kernels, later ones as one recorded graph. The function must not wait for the device, and must find all
+    that it reads but its inputs in the same memory every time. ``rngs`` are the generators it draws from. A function that cannot
+    be recorded goes on as it is; ``refused`` then says why."""
+
+    def __init__(self, rngs: Iterable[torch.Generator] = ()) -> None:
+        self.rngs = tuple(rngs)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.stream: torch.cuda.Stream | None = None
+        self.calls = 0
+        self.refused = ""
+
+    def __call__(self, function: Callable[..., None], *inputs: Tensor) -> None:
+        if self.graph is None and self.calls >= WARM_UP and not self.refused:
+            self._record(function, inputs)
+        if self.graph is None:
+            self.calls += 1
+            self._aside(function, inputs)
+            return
+        for mine, new in zip(self.inputs, inputs, strict=True):
+            mine.copy_(new)
+        self.graph.replay()
+
+    def _aside(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
+        """On the stream that will be recorded: autograd goes on using the stream on which it saw a parameter first."""
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            function(*inputs)
+        here.wait_stream(self.stream)
+
+    def _record(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        for rng in self.rngs:
+            graph.register_generator_state(rng)
+        torch.cuda.synchronize()
+
+        def recording(*tensors: Tensor) -> None:
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                function(*tensors)
+            finally:
+                graph.capture_end()
+
+        try:
+            with _one_at_a_time:
+                self._aside(recording, self.inputs)
+        except RuntimeError as error:
+            self.refused = str(error).splitlines()[0]
+            for rng in (*self.rngs, torch.cuda.default_generators[torch.cuda.current_device()]):
+                _released(rng)
+        else:
+            self.graph = graph
+
+
+def _released(rng: torch.Generator) -> None:
+    """A recording that broke off leaves its generators waiting for its end; a fresh state with the same seed and place goes on."""
+    fresh = torch.Generator(device=rng.device).manual_seed(rng.initial_seed())
+    fresh.set_offset(rng.get_offset())
+    rng.graphsafe_set_state(fresh.graphsafe_get_state())
