@@ -14,7 +14,7 @@ help:
 	@echo "make demo    five sites on digits, five methods side by side, one report"
 	@echo "make test    lint, types and all tests with coverage"
 	@echo "make lint    ruff and mypy only"
-	@echo "make bench   flyby's loop against a bare PyTorch loop"
+	@echo "make bench   flyby's training loop against its limit and an ordinary DataLoader script"
 	@echo "make clean   remove .venv, caches and the demo"
 
 setup: $(STAMP)
@@ -39,7 +39,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov=flyby --cov-report=term-missing:skip-covered --cov-fail-under=90 --durations=15
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/flyby bench
 
 clean:
 	rm -rf .venv $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -1,6 +1,6 @@
 """Kill flyby at random moments, give the command again, and compare what comes out with an undisturbed run, byte for byte.
 
-A trial starts a command in a process group of its own, waits until it holds its lock, lets it work for a random part of the time that the
+A trial runs a command in a process group of its own, waits until it holds its lock, lets it work for a random part of the time that the
 undisturbed one worked, and sends SIGKILL to the whole group. Every file that then lies there under its own name must be whole. The command is given
 again (``flyby run``: with --resume) and with probability 1/3 killed again, until it ends by itself. Everything but stop-watch numbers must then be
 equal: parcels, metrics, ledger, result, the fused model; and nothing may be left over. Checkpoints are written after every epoch here (flyby itself
@@ -17,23 +17,32 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyby import parcel, training
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before the imports: a process with threads cannot be forked
+
+import matplotlib.figure  # noqa: F401
+import numpy as np
+from sklearn.datasets import load_digits
+
+import flyby.study.orient_run
+import flyby.study.report
+import flyby.study.single  # noqa: F401
+from flyby import cli, parcel, training
 
 training.CHECKPOINT_SECONDS = training.CHECKPOINT_SHARE = 0.0  # at import, so that worker processes do it too
 
 WAIT = 300.0
 TIMED = {"seconds", "timings", "trained", "peak_memory_mb", "command", "engine", "samples_per_second", "images_per_second"}
 AGAIN = 1 / 3
-SMALL = ("--data", "digits", "--device", "cpu", "--epochs", "6", "--quiet")
+SMALL = ("--data", "digits", "--model", "mlp", "--device", "cpu", "--epochs", "6", "--quiet")
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ CASES = {
         "--set", "orient.epochs=2", "--set", "orient.distill_epochs=2", "--eval-nodes", "0,1",
     ),
     "train": Case(lambda _, out: ["train", *SMALL, "--method", "aurora", "--out", str(out)], output="me.parcel"),
-    "fuse": Case(lambda uploads, out: ["fuse", *_parcels(uploads), "--fusion", "ensemble", "--device", "cpu", "--out", str(out)]),
+    "fuse": Case(lambda uploads, out: ["fuse", *_parcels(uploads), "--fusion", "ensemble", "--device", "cpu", "--no-export", "--out", str(out)]),
     "orient": Case(
         lambda uploads, out: [
             "orient", "--own", _parcels(uploads)[0], "--received", str(uploads / "parcels"), "--data", str(uploads.parent / "digits.npz"), "--device", "cpu",
@@ -76,27 +85,61 @@ CASES = {
 # -- a process and its end --------------------------------------------------------------------------------------------------------------
 
 
-def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, __file__, "--as-flyby", *words], stdout=file, stderr=file, env=environment, start_new_session=True
-        )
+class Child:
+    """``flyby WORDS`` in a process group of its own. It is forked from this process, which has imported everything and has one thread, so that a
+    trial costs no seconds of importing."""
+
+    def __init__(self, words: list[str], log: Path) -> None:
+        self.log = log
+        self.code: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                sys.argv = ["flyby", *words]
+                cli.main()
+            except SystemExit as left:
+                sys.stdout.flush()
+                os._exit(int(left.code or 0))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if ended else None
+        return self.code
+
+    def ends_within(self, seconds: float) -> bool:
+        limit = time.monotonic() + seconds
+        while self.poll() is None and (left := limit - time.monotonic()) > 0:
+            time.sleep(min(0.002, left))
+        return self.code is not None
+
+    def end(self) -> None:
+        """Wait for it to end by itself, and well."""
+        assert self.ends_within(WAIT), "it does not end"
+        if self.code != 0:
+            raise AssertionError(f"exit code {self.code}: {self.log.read_text().strip()[-600:]}")
 
 
-def until_locked(process: subprocess.Popen[bytes], lock: Path) -> None:
+def until_locked(process: Child, lock: Path) -> None:
     limit = time.monotonic() + WAIT
     while process.poll() is None and time.monotonic() < limit and not lock.exists():
         time.sleep(0.002)
 
 
-def kill(process: subprocess.Popen[bytes], after: float) -> bool:
+def kill(process: Child, after: float) -> bool:
     """SIGKILL to the whole group after some time; False if the command had ended by itself before."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(after)
+    if process.ends_within(after):
         return False
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.ends_within(WAIT)
     while _members(process.pid):  # the workers are not ours to wait for
         time.sleep(0.002)
     return True
@@ -110,11 +153,6 @@ def _members(session: int) -> list[int]:
             if int(owner) == session and state != "Z":
                 found.append(int(entry.parent.name))
     return found
-
-
-def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    if process.wait(WAIT) != 0:
-        raise AssertionError(f"exit code {process.returncode}: {log.read_text().strip()[-600:]}")
 
 
 # -- what came out ----------------------------------------------------------------------------------------------------------------------
@@ -148,8 +186,6 @@ def content(output: Path, whole: bool = False) -> dict[str, Any]:
         elif path.suffix == ".html":
             assert path.read_text().rstrip().endswith("</html>"), f"{name} is not whole"
             found[name] = "a report"
-        elif path.suffix == ".pt2":
-            found[name] = "an exported program"  # an archive of PyTorch's own; its tensors are those of model.safetensors
         elif path.suffix != ".ckpt" or not whole:
             found[name] = path.read_bytes()
     return {name: value for name, value in found.items() if "/server/" not in name}
@@ -189,10 +225,10 @@ def undisturbed(case: Case, uploads: Path, folder: Path) -> tuple[dict[str, Any]
     for turn in ("first", "second"):
         output, log = folder / turn / case.output, folder / f"{turn}.log"
         output.parent.mkdir(parents=True)
-        process = start(case.words(uploads, output), log)
+        process = Child(case.words(uploads, output), log)
         until_locked(process, output.parent / case.lock.format(output=case.output))
         began = time.monotonic()
-        finish(process, log)
+        process.end()
         seconds = time.monotonic() - began
     one, other = (content(folder / turn / case.output) for turn in ("first", "second"))
     assert not difference(one, other), f"two undisturbed runs: {difference(one, other)}"
@@ -206,10 +242,11 @@ def trial(case: Case, uploads: Path, folder: Path, reference: dict[str, Any], se
     folder.mkdir(parents=True)
     lock = folder / case.lock.format(output=case.output)
     met: list[str] = []
+    escapes = 0
     words = case.words(uploads, output)
     while not met or rng.random() < AGAIN:
         lock.unlink(missing_ok=True)  # only to see the new one appear: a lock file that nobody holds is nothing
-        process = start(words, log)
+        process = Child(words, log)
         until_locked(process, lock)
         if kill(process, rng.uniform(0, seconds)):
             met.append(stage(output))
@@ -217,12 +254,13 @@ def trial(case: Case, uploads: Path, folder: Path, reference: dict[str, Any], se
         elif met:
             break  # it had little left to do and was faster than the kill
         else:
+            escapes += 1
+            assert escapes < 20, "it always ends before it is killed"
             shutil.rmtree(folder)
             folder.mkdir()
             continue
         words = case.words(uploads, output) + list(case.more)
-    process = start(words, log)
-    finish(process, log)
+    Child(words, log).end()
     wrong = difference(content(output), reference)
     assert not wrong, wrong
     assert not leftovers(folder), f"left over: {', '.join(leftovers(folder))}"
@@ -231,9 +269,6 @@ def trial(case: Case, uploads: Path, folder: Path, reference: dict[str, Any], se
 
 def make_uploads(root: Path) -> None:
     """Digits in a file, and three sites' parcels of them in ``root/uploads/parcels``, for the commands that begin with parcels."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-
     digits = load_digits()
     np.savez(root / "digits.npz", images=(digits.images * 15.9).astype(np.uint8), labels=digits.target)
     words = [
@@ -250,7 +285,7 @@ def make_uploads(root: Path) -> None:
         "--engine",
         "inline",
     ]
-    finish(start([*words, "--out", str(root / "uploads")], root / "uploads.log"), root / "uploads.log")
+    Child([*words, "--out", str(root / "uploads")], root / "uploads.log").end()
 
 
 def main() -> int:
@@ -266,7 +301,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="flyby-kills-") as temporary:
         root = Path(temporary)
         make_uploads(root)
-        references = {name: undisturbed(CASES[name], root / "uploads", root / name) for name in names}
+        references = {name: undisturbed(CASES[name], root / "uploads", root / name) for name in dict.fromkeys(names)}
         for number in range(words.trials):
             name = names[number % len(names)]
             folder = root / name / f"trial-{number}"
@@ -289,9 +324,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-flyby"]:
-        from flyby import cli
-
-        sys.argv = ["flyby", *sys.argv[2:]]
-        cli.main()
     sys.exit(main())

@@ -10,83 +10,15 @@ with together: false; the others put all neighbours into one step. The ratio is 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from flyby.data.site import Part, Site
-from flyby.data.views import STANDARD, augment
+from flyby.data.views import STANDARD
 from flyby.models import ModelSpec
 from flyby.orient import OrientSettings
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import Problem, autocast, tune
-from flyby.rng import generator
-
-
-def made_up(samples: int, size: int, device: torch.device) -> Site:
-    rng = generator("benchmark")
-
-    def part(count: int) -> Part:
-        images = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=rng)
-        return Part(images, torch.randint(2, (count,), generator=rng)).to(device)
-
-    return Site("bench", part(samples), part(32), part(2), ("no", "yes"))
-
-
-def states_of(spec: ModelSpec, models: int) -> list[dict[str, torch.Tensor]]:
-    return [dict(spec.build(generator("neighbour", i)).state_dict()) for i in range(models)]
-
-
-def plain(site: Site, spec: ModelSpec, models: int, epochs: int, settings: OrientSettings, device: torch.device) -> None:
-    """What one would write by hand for one neighbour after another."""
-    mean, std = spec.statistics(device)
-    for state in states_of(spec, models):
-        network = spec.build(device=device)
-        network.load_state_dict(state)
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        optimizer = torch.optim.SGD(
-            network.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
-        )
-        for epoch in range(epochs):
-            network.train()
-            rng = generator(epoch, device=device)
-            order = torch.randperm(len(site.train), device=device)
-            for rows in order.split(settings.batch):
-                with autocast(settings, device):
-                    loss = F.cross_entropy(
-                        network(augment(site.train.images[rows], STANDARD, mean, std, rng)).float(), site.train.labels[rows]
-                    )
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-            network.eval()
-            with torch.no_grad():
-                F.cross_entropy(network(spec.prepare(site.val.images)), site.val.labels).item()
-
-
-def stacked(site: Site, spec: ModelSpec, models: int, epochs: int, settings: OrientSettings, device: torch.device) -> None:
-    states = states_of(spec, models)
-    most = models if settings.together else 1
-    for first in range(0, models, most):
-        tune(Stack.of(spec, states[first : first + most], device, settings.backend), Problem(), site, settings, epochs, ("bench",))
-
-
-def seconds(work: Callable[[int], None], epochs: int, device: torch.device) -> float:
-    """Of ``epochs`` epochs, without what is spent once (allocation, the choice of kernels, graph capture)."""
-    work(1)
-    times = []
-    for count in (1, 1 + epochs):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work(count)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return times[1] - times[0]
+from flyby.study.bench_orient import made_up, plain, seconds_of, stacked
 
 
 def main() -> None:
@@ -127,7 +59,7 @@ def main() -> None:
     base = float("inf")
     for name, (work, how) in ways.items():
         try:
-            spent = seconds(partial(work, site, spec, models, settings=how, device=device), words.epochs, device)
+            spent = seconds_of(partial(work, site, spec, models, settings=how, device=device), words.epochs, device)
         except Exception as error:  # one way that this device cannot go is no reason to lose the others
             print(f"{name:<26} failed: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             continue

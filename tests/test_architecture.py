@@ -23,7 +23,7 @@ MAY: dict[str, set[str]] = {
     "objectives": {"data", "models"},
     "graphs": set(), "privacy": {"objectives", "data", "models"},
     "training": {"objectives", "data", "models", "parcel", "checkpoint", "graphs", "privacy"},
-    "signing": {"models"} | TRAVEL, "plausible": {"models"} | TRAVEL, "admission": {"signing", "plausible", "models", "data", "evaluation"} | TRAVEL,
+    "signing": {"models"} | TRAVEL, "plausible": {"models"} | TRAVEL, "admission": {"signing", "plausible", "models", "data", "evaluation", "settings"} | TRAVEL,
     "watch": {"signing", "admission"} | TRAVEL, "forkserver": set(),
 }  # fmt: skip
 MAY_NOT: dict[str, set[str]] = {

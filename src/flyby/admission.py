@@ -34,6 +34,7 @@ from flyby.ledger import Ledger
 from flyby.models.spec import ModelSpec
 from flyby.parcel import Manifest, Parcel
 from flyby.plausible import Policy
+from flyby.settings import build
 
 __all__ = ["Admitted", "Gate", "Policy", "Refusal", "Refused", "open_gate", "remember"]
 
@@ -54,7 +55,11 @@ class Refusal:
     sender: str | None
     stage: str
     reason: str
-    path: Path | None = None
+    source: Path | Parcel = field(repr=False)
+
+    @property
+    def path(self) -> Path | None:
+        return self.source if isinstance(self.source, Path) else None
 
     @property
     def line(self) -> str:
@@ -158,11 +163,11 @@ class Gate:
             raise BadInput(f"{label} has {size} bytes, more than the {policy.max_bytes} allowed; raise --max-bytes if you trust its sender")
         if len(self._waiting) >= policy.max_parcels:
             raise BadInput(
-                f"{label} is one more than the {policy.max_parcels} parcels that are taken; raise the limit, or fuse what is there"
+                f"{label} is one more than the {policy.max_parcels} parcels that are taken; raise --max-parcels, or use what is there"
             )
         if sum(one.bytes for one in self._waiting.values()) + size > policy.max_total:
             raise BadInput(
-                f"with {label} the parcels would have more than {policy.max_total} bytes together; raise the limit, or fuse what is there"
+                f"with {label} the parcels would have more than {policy.max_total} bytes together; raise --max-total, or use what is there"
             )
         return size
 
@@ -189,7 +194,7 @@ class Gate:
             raise BadInput(f"{label} says that it comes from {sender}, which is this receiver's own name; leave it out")
         if any(one.manifest.sender == sender for one in self._waiting.values()):
             raise BadInput(f"{label} is refused because two parcels come from {sender!r}; each participant sends exactly one")
-        if self.standing is not None and self.standing.has(sender, self.receiver):
+        if self.standing is not None and any(sender == c.sender or digest == c.digest for c in self.standing.crossings):
             raise BadInput(
                 f"{label} is a second crossing: {sender} is in the ledger of an earlier fusion; each model crosses once, so leave it out"
             )
@@ -203,7 +208,7 @@ class Gate:
     def settle(
         self, validation: Part | None = None, device: torch.device | str = "cpu", *, like: Manifest | None = None, rule: str | None = None
     ) -> list[Admitted]:
-        """Those that may be fused, in sender order of arrival. ``validation`` are labelled images in the parcels' class order; ``like`` is a manifest that
+        """Those that may be fused, in the order they came. ``validation`` are labelled images in the parcels' class order; ``like`` is a manifest that
         all must fit (by default most decide); ``rule`` names a fusion that needs one architecture. Fills the ledger and the quarantine."""
         self._fit(like, rule)
         self._copies()
@@ -311,9 +316,8 @@ class Gate:
     # -- those that stay outside
 
     def _refuse(self, source: Path | Parcel, manifest: Manifest | None, error: Refused) -> None:
-        path = source if isinstance(source, Path) else None
-        name = container.printable(path.name) if path is not None else _label(source)
-        self._refused[_key(source)] = Refusal(name, manifest.sender if manifest else None, error.stage, str(error), path)
+        name = container.printable(source.name) if isinstance(source, Path) else _label(source)
+        self._refused[_key(source)] = Refusal(name, manifest.sender if manifest else None, error.stage, str(error), source)
 
     def isolate(self) -> None:
         """Move refused files into the quarantine folder, each beside its reason."""
@@ -334,16 +338,17 @@ class Gate:
 
 def open_gate(
     receiver: str, out: Path, *, trust: Path | None = None, require_signed: bool = False, ledger: Path | None = None,
-    quarantine: Path | None = None, max_bytes: int | None = None,
+    quarantine: Path | None = None, **limits: int | None,
 ) -> Gate:  # fmt: skip
-    """The gate that a command's options describe. ``out`` is the folder to be written: an older model in it has a ledger of its own."""
-    policy = Policy(require_signed=require_signed) if max_bytes is None else Policy(require_signed=require_signed, max_bytes=max_bytes)
+    """The gate that a command's options describe; a limit of None is the policy's own. ``out`` is the folder to be written: an older model in it has a
+    ledger of its own."""
+    policy = build(
+        Policy, {"require_signed": require_signed, **{name: value for name, value in limits.items() if value is not None}}, "admission"
+    )
     standing = None if ledger is None else Ledger.load(ledger) if ledger.exists() else Ledger()
     earlier = Ledger.load(out / "ledger.json") if (out / "ledger.json").exists() else None
-    return Gate(
-        policy, receiver=receiver, trust=None if trust is None else signing.Trust.load(trust), standing=standing, earlier=earlier,
-        quarantine=quarantine,
-    )  # fmt: skip
+    known = None if trust is None else signing.Trust.load(trust)
+    return Gate(policy, receiver=receiver, trust=known, standing=standing, earlier=earlier, quarantine=quarantine)
 
 
 def remember(gate: Gate, ledger: Path | None) -> None:
@@ -363,6 +368,8 @@ def _stage(name: str) -> Iterator[None]:
         yield
     except BadInput as error:
         raise Refused(str(error), name) from error
+    except OSError as error:  # taken away under our hands, say
+        raise Refused(f"a parcel cannot be read: {error}", name) from error
 
 
 def _head(source: Path | Parcel) -> tuple[bytes, bytes, Manifest]:
@@ -375,10 +382,8 @@ def _head(source: Path | Parcel) -> tuple[bytes, bytes, Manifest]:
 
 
 def _content(source: Path | Parcel, text: bytes, block: bytes, max_bytes: int) -> Parcel:
-    if isinstance(source, Parcel):
-        for name, tensor in [*source.weights.items(), *source.extras.items()]:
-            container.check_finite(_label(source), name, tensor)
-        return source
+    if isinstance(source, Parcel):  # through its bytes, so that what is in memory is held to its manifest as a file is
+        return parcel.from_bytes(parcel.to_bytes(source), name=_label(source), max_bytes=max_bytes)
     item = parcel.read(source, max_bytes=max_bytes)
     if item.manifest.to_bytes() != text or item.signature != block:
         raise BadInput(f"{_label(source)} was changed while it was read; give the same command again")

@@ -94,7 +94,7 @@ class TrainingState:
 
     def _copied(self) -> dict[str, Tensor]:
         now = self._tensors()
-        if self.spare.keys() != now.keys():
+        if {name: t.shape for name, t in self.spare.items()} != {name: t.shape for name, t in now.items()}:
             return {name: t.clone() for name, t in now.items()}
         torch._foreach_copy_([self.spare[name] for name in now], list(now.values()))  # one launch where clones take hundreds
         return self.spare

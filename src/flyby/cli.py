@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 bad input (one line that says what and how to mend it), 3 
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,12 +22,13 @@ import typer
 
 from flyby import __version__
 from flyby.commands import audit, bench, flower, keys
-from flyby.commands.common import Device, Json, Quiet, Set, Size, say
-from flyby.commands.keys import KeyFile, LedgerFile, MaxBytes, Quarantine, RequireSigned, TrustFile
+from flyby.commands.common import Deadline, Device, Expect, Json, Poll, Quiet, Set, Size, say
+from flyby.commands.keys import KeyFile, LedgerFile, MaxBytes, MaxParcels, MaxTotal, Quarantine, RequireSigned, TrustFile
 from flyby.errors import BadInput, FlybyError
 
 if TYPE_CHECKING:
     from flyby.data.dataset import Dataset
+    from flyby.watch import Arrivals
 
 app = typer.Typer(
     name="flyby", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -47,7 +50,7 @@ def main() -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
         goes_on = {"run": "; the same command with --resume goes on from here"}
-        goes_on |= dict.fromkeys(("train", "study"), "; the same command goes on from here")
+        goes_on |= dict.fromkeys(("train", "study", "fuse", "orient"), "; the same command goes on from here")
         _fail(f"interrupted{goes_on.get(sys.argv[1] if len(sys.argv) > 1 else '', '')}", 130)
     except FlybyError as error:
         _fail(str(error), error.exit_code)
@@ -110,6 +113,7 @@ def run(
 
     if forkserver.worth_starting(engine, device):
         forkserver.start()  # it imports torch for the workers while this process does so for itself
+        atexit.register(forkserver.stop)
     from flyby.methods import method_named
     from flyby.study.compare import compare
     from flyby.study.config import make_config
@@ -238,8 +242,14 @@ def _trained(provenance: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @app.command()
 def fuse(
-    parcels: Annotated[list[Path], typer.Argument(help="The .parcel files, one a site.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
+    parcels: Annotated[list[Path] | None, typer.Argument(help="The .parcel files, one a site.")] = None,
+    watch: Annotated[
+        Path | None, typer.Option(metavar="INBOX", help="Wait until enough parcels lie in this folder, instead of naming them.")
+    ] = None,
+    deadline: Deadline = None,
+    expect: Expect = None,
+    poll: Poll = "5s",
     fusion: Annotated[str, typer.Option(help="The server rule.")] = "fedavg",
     proxy: Annotated[str | None, typer.Option(help="Unlabelled images, for rules that can use some.")] = None,
     seed: Annotated[int, typer.Option(help="For rules that draw.")] = 0,
@@ -255,20 +265,33 @@ def fuse(
     ledger: LedgerFile = None,
     quarantine: Quarantine = None,
     max_bytes: MaxBytes = None,
+    max_total: MaxTotal = None,
+    max_parcels: MaxParcels = None,
     device: Device = "auto",
     settings: Set = None,
     as_json: Json = False,
 ) -> None:
     """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
     from flyby.admission import open_gate
+    from flyby.files import sole_writer
     from flyby.study.run import SERVER
-    from flyby.study.single import fuse_parcels
+    from flyby.study.single import fuse_parcels, fusion_of
+    from flyby.watch import Waiting
 
-    gate = open_gate(SERVER, out, trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, max_bytes=max_bytes)
-    facts = fuse_parcels(
-        parcels, out, fusion, settings or (), proxy=proxy, seed=seed, export=export, device=device, gate=gate, validation=validation,
-        min_sites=min_sites, ledger=ledger,
-    )  # fmt: skip
+    waiting = Waiting.of(watch is not None, deadline, expect, min_sites if watch else None, poll)
+    if (watch is None) is not bool(parcels):
+        raise BadInput("name the .parcel files, or the folder in which they arrive with --watch INBOX, and not both")
+    entrance: dict[str, Any] = {"trust": trust, "require_signed": require_signed, "ledger": ledger}
+    entrance |= {"max_bytes": max_bytes, "max_total": max_total, "max_parcels": max_parcels}
+    with sole_writer(out):
+        fusion_of(fusion, settings or (), out)  # nobody waits for hours to hear of a misspelt word
+        came = waiting.gather(watch, lambda path: open_gate(SERVER, out, **entrance).check(path).manifest) if watch and waiting else None
+        gate = open_gate(SERVER, out, quarantine=quarantine, **entrance)
+        facts = fuse_parcels(
+            came.files(rejected=quarantine is not None) if came else parcels or [], out, fusion, settings or (), proxy=proxy, seed=seed,
+            export=export, device=device, gate=gate, validation=validation, min_sites=waiting.quorum.least if waiting else min_sites, ledger=ledger,
+        )  # fmt: skip
+    _tell(came, facts)
     for line in [*(one.line for one in gate.refused), *gate.notes]:
         print(f"note: {line}", file=sys.stderr)
     say(
@@ -278,6 +301,16 @@ def fuse(
     )
 
 
+def _tell(came: Arrivals | None, facts: dict[str, Any]) -> None:
+    """Say what took no part: files that were not whole, or that came after the wait had ended. What was refused was said while waiting."""
+    if came is None:
+        return
+    facts["watch"] = came.row()
+    for kind, names in (("not whole in time", list(came.unfinished)), ("too late", facts["watch"]["late"])):
+        if names:
+            print(f"note: {kind}: {', '.join(names)}", file=sys.stderr)
+
+
 @app.command()
 def orient(
     own: Annotated[Path, typer.Option(help="This node's own .parcel.")],
@@ -285,6 +318,11 @@ def orient(
     data: Annotated[str, typer.Option(help="This node's own images.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     method: Annotated[str, typer.Option(help="fol, fol-a, fol-n, fol-an or gossip.")] = "fol",
+    watch: Annotated[bool, typer.Option("--watch", help="Wait until enough parcels lie in --received.")] = False,
+    deadline: Deadline = None,
+    expect: Expect = None,
+    min_sites: Annotated[int | None, typer.Option(min=1, help="With --watch: so many neighbours are enough at the deadline.")] = None,
+    poll: Poll = "5s",
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
     export: Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")] = True,
     trust: TrustFile = None,
@@ -292,18 +330,36 @@ def orient(
     ledger: LedgerFile = None,
     quarantine: Quarantine = None,
     max_bytes: MaxBytes = None,
+    max_total: MaxTotal = None,
+    max_parcels: MaxParcels = None,
     device: Device = "auto",
     size: Size = None,
     settings: Set = None,
     as_json: Json = False,
 ) -> None:
     """Personalise one real node's model from those it received, on its own data, with no server."""
+    from flyby import parcel
+    from flyby.admission import open_gate
+    from flyby.files import sole_writer
     from flyby.study.orient_run import orient_folder
+    from flyby.watch import Waiting
 
-    facts = orient_folder(
-        own, received, data, out, variant=method, size=size, assignments=settings or (), seed=seed, device=device, export=export,
-        trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, max_bytes=max_bytes,
-    )  # fmt: skip
+    waiting = Waiting.of(watch, deadline, expect, min_sites, poll)
+    entrance: dict[str, Any] = {"trust": trust, "require_signed": require_signed, "ledger": ledger}
+    entrance |= {"max_bytes": max_bytes, "max_total": max_total, "max_parcels": max_parcels}
+    arrivals: list[Arrivals] = []
+
+    def wait(waiting: Waiting) -> list[Path]:
+        me = parcel.read_manifest(own).sender
+        arrivals.append(waiting.gather(received, lambda path: open_gate(me, out, **entrance).check(path).manifest))
+        return arrivals[0].files(rejected=quarantine is not None)
+
+    with sole_writer(out):
+        facts = orient_folder(
+            own, partial(wait, waiting) if waiting else received, data, out, variant=method, size=size, assignments=settings or (), seed=seed,
+            device=device, export=export, quarantine=quarantine, **entrance,
+        )  # fmt: skip
+    _tell(arrivals[0] if arrivals else None, facts)
     for line in facts["log"]:
         print(f"note: {line}", file=sys.stderr)
     chosen = ", ".join(facts["chosen"]) or "none but itself"

@@ -106,7 +106,7 @@ class Int8:
         quantised, scale = stored[name], _checked_scale(name, stored)
         if int(quantised.min()) < -127:
             raise BadInput(f"tensor {name!r} holds -128, outside int8's range of -127..127")
-        return quantised.to(torch.float32) * scale.reshape(-1, *[1] * (len(shape) - 1))
+        return quantised.to(torch.float32).mul_(scale.reshape(-1, *[1] * (len(shape) - 1)))
 
 
 class Int4:
@@ -138,8 +138,8 @@ class Int4:
         halves = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(shape[0], -1)
         if int(halves.min()) == 0 or (width % 2 and bool((halves[:, -1] != 8).any())):
             raise BadInput(f"tensor {name!r} holds a value outside int4's range of -7..7 or a used padding half")
-        values = halves[:, :width].to(torch.float32) - 8
-        return (values * scale.repeat_interleave(GROUP, dim=1)[:, :width]).reshape(shape)
+        values = halves[:, :width].to(torch.float32).sub_(8)  # in place: the memory of a reader is bounded by what it decodes
+        return values.mul_(scale.repeat_interleave(GROUP, dim=1)[:, :width]).reshape(shape)
 
 
 CODECS: dict[str, Codec] = {

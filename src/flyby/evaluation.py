@@ -12,13 +12,35 @@ from flyby.data.site import Part, part_of
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
 
+VOICES = 256_000_000  # bytes of what an ensemble's members said that are kept at once
+
 
 @torch.no_grad()
 def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str = "cpu", batch: int = 512) -> Tensor:
     """The predictor's scores [N, C] on uint8 images [N, H, W, C], computed in pieces and kept on the host."""
     predictor = predictor.eval().to(device)
+    if predictor.shelf is not None:
+        return torch.cat([_one_by_one(predictor, piece, device, batch) for piece in torch.split(images, _piece(predictor, batch))])
     predictor.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, batch)])
+
+
+def _piece(predictor: Predictor, batch: int) -> int:
+    """As many images, in whole batches, as leave room for what all members say about them: each pass over them reads every network again."""
+    each = 4 * len(predictor.specs) * len(predictor.class_names)
+    return max(1, VOICES // (each * batch)) * batch
+
+
+def _one_by_one(predictor: Predictor, images: Tensor, device: torch.device | str, batch: int) -> Tensor:
+    """Members read one at a time, each over all images; what they said is kept and then combined, batch by batch as all at once would."""
+    assert predictor.shelf is not None
+    said: list[Tensor] = []
+    for network, spec in zip(predictor.shelf, predictor.specs, strict=True):
+        network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        pieces = torch.split(images, batch)
+        said.append(torch.cat([predictor.voice(network, spec.prepare(piece.to(device))).cpu() for piece in pieces]))
+    batches = zip(*(torch.split(one, batch) for one in said), strict=True)
+    return torch.cat([predictor.combine(torch.stack(voices).to(device)).float().cpu() for voices in batches])
 
 
 def check_fit(predictor: Predictor, data: Dataset) -> None:

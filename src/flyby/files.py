@@ -146,7 +146,9 @@ def sole_writer(path: Path | str) -> Iterator[None]:
     with handle:
         take_lock(handle, lock, path)
         try:
-            left = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.(part|old)")  # as tempfile names them: no other output's
+            # As tempfile names them, and so no other output's; a folder that is built inside one that is built has both their marks.
+            name, mark = re.escape(path.name), r"\.[a-z0-9_]{8}\.(part|old)"
+            left = re.compile(rf"\.{name}{mark}|\.\.{name}{mark}{mark}")
             sweep(entry for entry in path.parent.iterdir() if left.fullmatch(entry.name))
             yield
         finally:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.context import BaseContext
 
 PRELOAD = "flyby.engines.preload"
@@ -43,6 +43,15 @@ def start() -> None:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+
+
+def stop() -> None:
+    """End the server at once, imports or not: it holds this process's output open, and whoever reads that would wait for it."""
+    from multiprocessing import forkserver
+
+    if pid := getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def worth_starting(engine: str | None, device: str) -> bool:

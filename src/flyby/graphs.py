@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 WARM_UP = 3
 _one_at_a_time = threading.Lock()  # two threads may train at once, but the allocator takes part in one capture at a time
+
+
+@contextmanager
+def one_shape() -> Iterator[None]:
+    """In here cuDNN searches for the fastest kernels, once a shape. Training batches are all alike, so it pays there and only there: on
+    the parts of many small sites, each of its own length, the search takes longer than all the training."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class Captured:
@@ -27,6 +41,8 @@ class Captured:
         self.refused = ""
 
     def __call__(self, function: Callable[..., None], *inputs: Tensor) -> None:
+        if self.graph is not None and any(mine.shape != new.shape for mine, new in zip(self.inputs, inputs, strict=True)):
+            self.graph, self.calls = None, 0  # other shapes need another recording
         if self.graph is None and self.calls >= WARM_UP and not self.refused:
             self._record(function, inputs)
         if self.graph is None:
@@ -53,6 +69,10 @@ class Captured:
         for rng in self.rngs:
             graph.register_generator_state(rng)
         torch.cuda.synchronize()
+        if (
+            torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved()
+        ):  # a recording takes fresh memory, and cannot ask for what lies unused
+            torch.cuda.empty_cache()
 
         def recording(*tensors: Tensor) -> None:
             graph.capture_begin(capture_error_mode="thread_local")
@@ -70,6 +90,14 @@ class Captured:
                 _released(rng)
         else:
             self.graph = graph
+
+
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """An optimiser's learning rate; where it is a tensor, in the memory from which a recorded step reads it."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _released(rng: torch.Generator) -> None:

@@ -14,8 +14,9 @@ from flyby.errors import BadInput
 
 SCHEMA = 1
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@+-]{1,128}$")]
-"""A participant's name as it stands in parcels and ledgers: printable, without spaces or slashes, fit for a file name or a table."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_:@+-][A-Za-z0-9._:@+-]{0,127}$")]
+"""A participant's name as it stands in parcels and ledgers: printable, without spaces, slashes or a first dot (``..`` is a place, not a
+name), fit for a file name or a table."""
 
 
 class SecondCrossing(BadInput):

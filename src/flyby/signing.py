@@ -181,14 +181,14 @@ def read_private(path: Path | str) -> PrivateKey:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     data = _read(path)
-    if os.name == "posix" and Path(path).stat().st_mode & 0o077:
-        raise BadInput(f"{path} can be read by others than its owner; make it private with: chmod 600 {path}")
     named = _NAME_LINE.match(data)
     key = None
     with contextlib.suppress(ValueError, TypeError, UnsupportedAlgorithm):
         key = load_pem_private_key(data[named.end() if named else 0 :], password=None)
     if not isinstance(key, Ed25519PrivateKey):
         raise BadInput(f"{path} is not an unencrypted Ed25519 private key; make one with: flyby keys new NAME")
+    if os.name == "posix" and Path(path).stat().st_mode & 0o077:
+        raise BadInput(f"{path} can be read by others than its owner; make it private with: chmod 600 {path}")
     return PrivateKey(key, named[1].decode() if named else None)
 
 

@@ -75,12 +75,17 @@ class Arrivals:
     parcels: dict[Path, Manifest] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     unfinished: dict[str, str] = field(default_factory=dict)
+    rejected: list[Path] = field(default_factory=list)
     seen: frozenset[str] = frozenset()
     waited: float = 0.0
 
     @property
     def senders(self) -> list[str]:
         return [manifest.sender for manifest in self.parcels.values()]
+
+    def files(self, rejected: bool = False) -> list[Path]:
+        """What may be used; with ``rejected`` also the files that the check refused, for whoever puts such files aside."""
+        return [*self.parcels, *(self.rejected if rejected else ())]
 
     def late(self) -> list[str]:
         """Parcel files that appeared after the wait ended; they took no part."""
@@ -108,6 +113,7 @@ class Watched:
         self._refused: dict[str, str] = {}
         self._unfinished: dict[str, str] = {}
         self._unreadable: set[str] = set()
+        self._rejected: set[str] = set()
 
     def look(self) -> bool:
         """Bring the picture up to date; whether anything in the folder changed since the last look."""
@@ -134,6 +140,7 @@ class Watched:
         for known in (self._stamps, self._found, self._refused, self._unfinished):
             known.pop(name, None)
         self._unreadable.discard(name)
+        self._rejected.discard(name)
 
     def _judge(self, name: str, kind: str) -> None:
         if kind != "file":  # opening a pipe would wait for ever, and a link leads out of the inbox
@@ -141,13 +148,19 @@ class Watched:
             return
         try:
             manifest = self.check(self.folder / name)
-            if self.names and manifest.sender not in self.names:
-                raise BadInput(f"{_printable(name)} comes from {manifest.sender}, who is not expected; add the name to --expect")
-            self._found[name] = manifest
         except BadInput as error:
             if _causes(error, OSError):
                 self._unreadable.add(name)
-            (self._unfinished if name in self._unreadable or _causes(error, Truncated) else self._refused)[name] = str(error)
+            if name in self._unreadable or _causes(error, Truncated):
+                self._unfinished[name] = str(error)
+            else:
+                self._refused[name] = str(error)
+                self._rejected.add(name)
+            return
+        if self.names and manifest.sender not in self.names:
+            self._refused[name] = f"{_printable(name)} comes from {manifest.sender}, who is not expected; add the name to --expect"
+        else:
+            self._found[name] = manifest
 
     def arrivals(self) -> Arrivals:
         """One parcel a sender, the first by file name; others of the same sender are refused here, for as long as the first one stays."""
@@ -167,6 +180,7 @@ class Watched:
                 first[manifest.sender] = name
                 made.parcels[self.folder / name] = manifest
         made.refused = {_printable(name): reason for name, reason in sorted(refused.items())}
+        made.rejected = [self.folder / name for name in sorted(self._rejected)]
         made.unfinished = {_printable(name): reason for name, reason in made.unfinished.items()}
         return made
 
@@ -207,6 +221,27 @@ def gather(
             pause = QUICK if changed else min(2 * pause, poll)
             left = pause if deadline is None else deadline - (clock() - began)
             sleep(max(0.0, min(pause, poll, left)))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A wait as the command line words it: ``--deadline``, ``--expect``, ``--min-sites``, ``--poll``."""
+
+    quorum: Quorum
+    deadline: float | None
+    poll: float
+
+    @classmethod
+    def of(cls, watch: bool, deadline: str | None, expect: str | None, least: int | None, poll: str) -> Waiting | None:
+        """None without ``--watch``, which the other options belong to."""
+        if not watch:
+            if any(option is not None for option in (deadline, expect, least)):
+                raise BadInput("--deadline, --expect and --min-sites say how long to wait for whom, so they need --watch")
+            return None
+        return cls(Quorum.of(expect, least), None if deadline is None else seconds(deadline), seconds(poll, "--poll"))
+
+    def gather(self, folder: Path, check: Check) -> Arrivals:
+        return gather(folder, check, self.quorum, deadline=self.deadline, poll=self.poll)
 
 
 def _enough(made: Arrivals, quorum: Quorum, waited: float, trouble: str) -> Arrivals:
@@ -265,9 +300,9 @@ Tell = Callable[[Arrivals, float | None, str], None]
 
 def duration(value: float) -> str:
     """Seconds for people: ``45 s``, ``12 min``, ``1 h 59 min``."""
-    if value < 60:
+    if value < 59.5:
         return f"{value:.0f} s"
-    minutes = int(value // 60)
+    minutes = round(value / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 

@@ -45,7 +45,15 @@ def bench(
         text, name = bench_growth.describe(facts), f"bench-{growth}"
     else:
         todo = measured.works(
-            device, model=model, size=size, batch=batch, precision=precision, compile=compile, workers=workers, steps=steps, only=_words(only)
+            device,
+            model=model,
+            size=size,
+            batch=batch,
+            precision=precision,
+            compile=compile,
+            workers=workers,
+            steps=steps,
+            only=_words(only),
         )
         facts = measured.bench(todo, seconds, rounds, quiet)
         text, name = measured.describe(facts), "bench"

@@ -21,6 +21,8 @@ LedgerFile = Annotated[
 ]
 Quarantine = Annotated[Path | None, typer.Option("--quarantine", help="Move refused parcels here, each beside the reason.")]
 MaxBytes = Annotated[int | None, typer.Option("--max-bytes", min=1, help="Largest parcel to take; 4 GiB by default.")]
+MaxTotal = Annotated[int | None, typer.Option("--max-total", min=1, help="Most bytes of all parcels together; 64 GiB by default.")]
+MaxParcels = Annotated[int | None, typer.Option("--max-parcels", min=1, help="Most parcels to take; 10,000 by default.")]
 
 
 @app.command()
@@ -75,7 +77,7 @@ def trust(
         "keys": len(known.senders[name]),
         "senders": len(known.senders),
     }
-    say(facts, as_json, f"{trust_file}: {name} is trusted with {key.fingerprint} ({len(known.senders)} senders in all)")
+    say(facts, as_json, f"{trust_file}: {name} is trusted with {key.fingerprint}; senders in the file: {len(known.senders)}")
 
 
 def sign(

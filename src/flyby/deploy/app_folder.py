@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flyby import __version__
-from flyby.deploy.round import Round
-from flyby.errors import BadInput
+from flyby.deploy.round import Round, must_be_new
 from flyby.files import atomic_folder, write_text
 
 PROJECT = """\
@@ -37,8 +36,7 @@ app = make_app()
 
 def write_app(folder: Path, asked: Round) -> Path:
     """Write the app's folder, whole or not at all; ``asked`` gives the run config its values."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadInput(f"{folder} is already there; name a new folder for the Flower app")
+    must_be_new(folder)
     told = "".join(
         f"# {field.description}\n{line}\n" for field, line in zip(Round.model_fields.values(), asked.toml().splitlines(), strict=True)
     )

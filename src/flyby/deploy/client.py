@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from flyby.deploy.round import MEGABYTE, NodeSettings, Round, assignments, read_node, read_round
 from flyby.errors import BadInput, FlybyError
 
-PARCEL, SITE = "parcel", "site"  # the two records of an answer: the bytes, and a few words about them
+PARCEL, SITE = "parcel", "site"  # the two records that an answer may hold: the bytes, or why there are none
 SERIAL = "flyby.parcel"  # what Flower's Array calls the way its bytes were made; nobody but flyby's own reader opens them
 
 
@@ -26,26 +25,23 @@ def make_app() -> Any:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        started = time.monotonic()
         try:
-            name, data = answer(context.run_config, context.node_config)
+            data = answer(context.run_config, context.node_config)
         except Exception as error:
             return Message(RecordDict({SITE: ConfigRecord({"error": reason(error, context.node_config)})}), reply_to=message)
         # An Array travels in pieces of 5 MB, each sent and stored by itself; one value of a ConfigRecord would be a single message.
-        parcel = ArrayRecord({PARCEL: Array("uint8", (len(data),), SERIAL, data)})
-        about = ConfigRecord({"name": name, "seconds": time.monotonic() - started})
-        return Message(RecordDict({PARCEL: parcel, SITE: about}), reply_to=message)
+        return Message(RecordDict({PARCEL: ArrayRecord({PARCEL: Array("uint8", (len(data),), SERIAL, data)})}), reply_to=message)
 
     return app
 
 
-def answer(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[str, bytes]:
-    """The site's name and its parcel's bytes, trained as the round asks, on the data that the node names."""
+def answer(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> bytes:
+    """The bytes of the site's parcel, trained as the round asks, on the data that the node names."""
     asked, node = read_round(run_config), read_node(node_config)
     if node.work:
-        return node.site, _trained(asked, node, Path(node.work))
+        return _trained(asked, node, Path(node.work))
     with tempfile.TemporaryDirectory(prefix="flyby-site-") as folder:
-        return node.site, _trained(asked, node, Path(folder))
+        return _trained(asked, node, Path(folder))
 
 
 def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:

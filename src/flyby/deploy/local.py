@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,7 +27,7 @@ from typing import IO, Any
 
 from flyby.deploy.app_folder import write_app
 from flyby.deploy.credentials import LOCAL, write_certificates, write_node_keys
-from flyby.deploy.round import NodeSettings, Round
+from flyby.deploy.round import NodeSettings, Round, must_be_new
 from flyby.deploy.server import MARK
 from flyby.errors import BadInput
 from flyby.files import write_text
@@ -67,7 +68,7 @@ class Federation:
         try:
             self.certificates = write_certificates(self.folder / "certificates")
             self._launch("superlink", [
-                "flower-superlink", "--database", str(self.folder / "state.db"), "--enable-supernode-auth",
+                "flower-superlink", "--enable-supernode-auth",
                 "--ssl-ca-certfile", str(self.certificates["ca"]), "--ssl-certfile", str(self.certificates["certificate"]),
                 "--ssl-keyfile", str(self.certificates["key"]), "--host", HOST, "--port",
             ])  # fmt: skip
@@ -97,7 +98,7 @@ class Federation:
                 "flower-supernode", "--superlink", f"{HOST}:{self.ports['superlink']}", "--root-certificates", str(self.certificates["ca"]),
                 "--auth-supernode-private-key", str(keys[node.site]["key"]), "--node-config", str(told), "--host", HOST, "--port",
             ])  # fmt: skip
-        for node in nodes:
+        for node in nodes if registered else ():
             self._await(node.site)
             self.tell(f"{node.site} is up")
 
@@ -107,17 +108,16 @@ class Federation:
         app = Path(tempfile.mkdtemp(prefix="round-", dir=self.folder)) / "app"
         write_app(app, asked)
         result, log = Path(asked.out) / "result.json", self.log("run")
-        if result.parent.exists() and any(result.parent.iterdir()):
-            raise BadInput(f"{result.parent} is already there; name a new folder with --out")
-        process = self._start("run", ["flwr", "run", str(app), "flyby", "--stream"])
+        must_be_new(result.parent)
+        process, ended = self._start("run", ["flwr", "run", str(app), "flyby", "--stream"]), None
         with log.open() as lines:
-            while process.poll() is None and not result.exists():
+            while not result.exists() and (process.poll() is None or (ended := self._verdict(log.read_text(errors="replace"))) is None):
                 self._relay(lines)
                 self._alive("superlink")
                 time.sleep(0.2)
             self._relay(lines)
         if not result.exists():
-            raise BadInput(f"the round ended without a result; Flower's last words: {self.last_words('run', 'superlink')}")
+            raise BadInput(f"the round ended without a result: {ended}")
         found: dict[str, Any] = json.loads(result.read_bytes())
         if "error" in found:
             raise BadInput(found["error"])
@@ -144,7 +144,8 @@ class Federation:
         with _uninterrupted():
             for number in (signal.SIGTERM, signal.SIGKILL):
                 for process in self.processes.values():
-                    _signal_group(process.pid, number)
+                    if process.poll() is None:  # the number of one that has ended may be somebody else's by now
+                        _signal_group(process.pid, number)
                 limit = time.monotonic() + PATIENCE
                 while (left := self.members()) and time.monotonic() < limit:
                     for pid in left if number == signal.SIGKILL else ():  # what Flower detached is in no group of ours
@@ -187,12 +188,26 @@ class Federation:
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self.log(name).parent.mkdir(exist_ok=True)
+        if shutil.which(command[0], path=self.environment["PATH"]) is None:
+            raise BadInput(f"{command[0]} is not installed beside this Python; mend it with: pip install 'flyby[flower]'")
         with self.log(name).open("wb") as log:
             self.processes[name] = subprocess.Popen(
                 command, env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )  # fmt: skip
         return self.processes[name]
+
+    def _verdict(self, said: str) -> str | None:
+        """How the round ended, after ``flwr run`` has; None while it goes on, which that program may have lost sight of on a busy machine."""
+        found = re.search(r"Successfully started run (\d+)", said)
+        if found is None:
+            return _tail(said)
+        self._start("list", ["flwr", "list", "flyby", "--run-id", found[1], "--format", "json"]).wait()
+        try:
+            run = json.loads(self.log("list").read_bytes())["runs"][0]
+        except (ValueError, LookupError):
+            return None  # the SuperLink has no time to answer
+        return f"{run['status']} ({run['status-details']})" if run["status"].startswith("finished") else None
 
     def _alive(self, name: str) -> None:
         if self.processes[name].poll() is not None:

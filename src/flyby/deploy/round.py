@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,8 +36,9 @@ class _Plain(BaseModel):
         return self.model_dump(by_alias=True)
 
     def toml(self) -> str:
-        """One ``key = value`` line a setting; a JSON string, number or truth value is the same in TOML."""
-        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in self.scalars().items())
+        """One ``key = value`` line a setting; a JSON string (but for DEL), number or truth value is the same in TOML."""
+        written = {key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for key, value in self.scalars().items()}
+        return "".join(f"{key} = {value}\n" for key, value in written.items())
 
 
 class Round(_Plain):
@@ -52,7 +54,7 @@ class Round(_Plain):
     sites: int = Field(0, ge=0, description="how many sites are expected: the round ends when all have answered; 0 waits for the deadline")
     min_sites: int = Field(0, ge=0, description="fewest parcels to fuse; 0: all sites that are expected")
     deadline: str = Field("10m", description="the round ends after this time whoever is missing, e.g. 90s, 10m, 2h")
-    max_megabytes: int = Field(1000, ge=1, le=4000, description="largest parcel that a site may send")
+    max_megabytes: int = Field(500, ge=1, le=4000, description="largest parcel that a site may send")
     trust: str = Field("", description="a file of `flyby keys trust` on the server's host: whose signing key is whose")
     require_signed: bool = Field(False, description="take only parcels signed with a trusted key")
     device: str = Field("auto", description="where the server fuses: auto, cpu or cuda")
@@ -154,3 +156,9 @@ def read_node(config: Mapping[str, Any]) -> NodeSettings:
     if missing:
         raise BadInput(f'this SuperNode does not say its {missing[0]}; start it with --node-config \'data="/path" site="hospital-a"\'')
     return build(NodeSettings, config, "node-config")
+
+
+def must_be_new(folder: Path) -> None:
+    """An output folder may be there already if it is empty: nothing is ever replaced."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"{folder} is already there; name a new folder for the output")

@@ -6,6 +6,7 @@ node, which Flower notices after about a minute, nor a broken upload, which it g
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -14,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flyby import parcel
 from flyby.admission import Gate, Policy
 from flyby.container import printable
 from flyby.deploy.client import PARCEL, SERIAL, SITE
-from flyby.deploy.round import Round, read_round
+from flyby.deploy.round import Round, must_be_new, read_round
 from flyby.errors import BadInput, FlybyError
 from flyby.files import write_bytes, write_json
 from flyby.ledger import SecondCrossing
@@ -102,8 +104,7 @@ def prepare(asked: Round) -> Roll:
     """Refuse before anybody trains what would fail afterwards."""
     out = Path(asked.check().out).expanduser().absolute()
     inbox = out.parent / f".{out.name}.inbox"
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(f"{out} is already there; name a new folder with out=")
+    must_be_new(out)
     if inbox.exists():
         raise BadInput(f"{inbox} holds parcels of a round that was cut short; use them with flyby fuse, or take them away")
     trust = Trust.load(Path(asked.trust).expanduser()) if asked.trust else None
@@ -130,7 +131,7 @@ def collect(grid: Any, asked: Round, roll: Roll) -> None:
         except queue.Empty:
             continue
         silent.discard(node_id)
-        _take_in(reply, node_id, names[node_id], roll, time.monotonic() - started)
+        _take_in(reply, node_id, names, roll, time.monotonic() - started)
     over.set()
     if silent:
         connected = {node.node_id for node in grid.get_nodes()}
@@ -157,8 +158,9 @@ def _ask(grid: Any, asked: Round, node_id: int, answers: queue.Queue[tuple[int, 
     threading.Thread(target=fetch, daemon=True).start()
 
 
-def _take_in(reply: Any, node_id: int, name: str, roll: Roll, after: float) -> None:
+def _take_in(reply: Any, node_id: int, names: dict[int, str], roll: Roll, after: float) -> None:
     """Check an answer as one checks a stranger's file; what is wrong with it becomes the node's row, never the round's end."""
+    name = names[node_id]
     path = roll.inbox / f"{name or node_id}.parcel"
     try:
         data = _parcel_bytes(reply)
@@ -166,11 +168,12 @@ def _take_in(reply: Any, node_id: int, name: str, roll: Roll, after: float) -> N
         if path.exists():
             raise SecondCrossing(f"{path.stem} has sent its parcel already; each model crosses once, so give every node a name of its own")
         write_bytes(path, data)
+        with contextlib.suppress(parcel.ParcelError):  # the gate will say what is wrong with it
+            sender = parcel.read_manifest(path).sender
+            if sender != name if name else sender in names.values():  # a name that was registered is its node's alone
+                path.unlink()
+                raise BadInput(f"it was registered {f'as {name}' if name else 'without a name'} and sent a parcel of {sender}")
         manifest = roll.gate.check(path).manifest
-        if name and manifest.sender != name:
-            roll.gate.forget(path)
-            path.unlink()
-            raise BadInput(f"it was registered as {name} and sent a parcel of {manifest.sender}")
     except Exception as error:
         reason = (
             str(error).replace(f"{roll.inbox}/", "")

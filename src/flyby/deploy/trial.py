@@ -14,8 +14,7 @@ from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import Part, Site, site_of
 from flyby.data.splits import make_split
 from flyby.deploy.local import Federation, check_flower, interruptible
-from flyby.deploy.round import NodeSettings, Round, joined
-from flyby.errors import BadInput
+from flyby.deploy.round import NodeSettings, Round, joined, must_be_new
 from flyby.evaluation import accuracy, evaluate_dataset
 from flyby.files import write_json
 from flyby.fusion import load_predictor
@@ -37,7 +36,7 @@ def up(
 ) -> dict[str, Any]:
     """Bring a federation up, run ``asked`` over ``sources``, take it down. One source is split among ``nodes``, and its test images judge the result."""
     check_flower()
-    check_out(Path(asked.out))
+    must_be_new(Path(asked.out))
     sites = nodes if len(sources) == 1 else len(sources)
     asked = asked.model_copy(update={"settings": joined(s for s in settings if not s.startswith(OWN)), "sites": sites}).check()
     with interruptible(), tempfile.TemporaryDirectory(prefix="flyby-sites-") as folder:
@@ -61,11 +60,6 @@ def up(
         result["accuracy"] = judged(Path(asked.out), test, device)
         write_json(Path(asked.out) / "result.json", result)
     return result
-
-
-def check_out(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(f"{out} is already there; name a new folder with --out")
 
 
 def divided(config: RunConfig, bundle: DataBundle, folder: Path) -> list[NodeSettings]:

@@ -11,7 +11,8 @@ from typing import Any
 from flyby.engines.inline import run_inline
 from flyby.engines.jobs import DataSettings, Job, Recipe
 from flyby.engines.processes import run_processes
-from flyby.engines.ray_engine import each_ray, fuse_ray, kept, run_ray
+from flyby.engines.ray_cluster import kept
+from flyby.engines.ray_engine import each_ray, fuse_ray, run_ray
 from flyby.errors import BadInput, unknown
 from flyby.fusion import Fusion, Inbox, Predictor
 from flyby.training import Row

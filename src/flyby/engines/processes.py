@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import resource
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -22,17 +23,19 @@ from flyby.errors import FlybyError
 from flyby.training import Row
 
 _events: Any = None
+_peaks: dict[int, float] = {}  # megabytes, by worker, of the last run
 
 
 def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers: int | None = None) -> None:
     """Same bytes as ``inline``: jobs are independent and each runs on one thread. The largest sites go first, so that none is left to the end."""
+    _peaks.clear()
     if not jobs:
         return
     context = forkserver.context_for(jobs[0].device)
     events = context.Queue()
     workers = min(len(jobs), workers or os.cpu_count() or 1)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(events, dict(os.environ)))
-    waiting: dict[Future[float], Job] = {}
+    waiting: dict[Future[tuple[int, float]], Job] = {}
     ended_well = False
     try:
         with forkserver.without_interrupts():
@@ -44,7 +47,8 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
             for future in done:
                 job = waiting.pop(future)
                 try:
-                    future.result()
+                    worker, megabytes = future.result()
+                    _peaks[worker] = megabytes
                 except BrokenProcessPool:
                     raise FlybyError(
                         f"a worker process died (killed, or out of memory) with {job.site} unfinished; run again with --resume to go on"
@@ -88,5 +92,12 @@ def _follow() -> None:
     os._exit(1)
 
 
-def _work(raw: str) -> float:
-    return perform(Job.model_validate_json(raw), _events.put)
+def _work(raw: str) -> tuple[int, float]:
+    """Do a job; returns which worker this is and the most memory it has had, in megabytes."""
+    perform(Job.model_validate_json(raw), _events.put)
+    return os.getpid(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def workers_peak_mb() -> float:
+    """The peaks of the last run's workers, added up: what they held at the same time was no more."""
+    return sum(_peaks.values())

@@ -102,6 +102,6 @@ class EnsembleFusion(Fusion):
     def fuse(
         self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
     ) -> Predictor:
-        networks = [item.network() for item in parcels]
+        networks = parcels.networks()
         specs = [m.spec for m in parcels.manifests]
         return Ensemble(specs, parcels.class_names, networks, mean=self.settings.mean, weights=weights_of(parcels, self.settings.weights))

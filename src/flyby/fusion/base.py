@@ -14,6 +14,8 @@ from flyby import parcel
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
+from flyby.fusion.shelf import IN_MEMORY, Shelf, bytes_of
+from flyby.models import Network
 from flyby.parcel import Manifest, Parcel
 
 
@@ -42,6 +44,17 @@ class Inbox:
     def __iter__(self) -> Iterator[Parcel]:
         for source in self._sources:
             yield parcel.read(source) if isinstance(source, Path) else source
+
+    def networks(self) -> list[Network] | Shelf:
+        """All networks, for ensembles that let their members speak one at a time: those that together are too large stay in their parcels."""
+        if sum(bytes_of(m.spec) for m in self.manifests) <= IN_MEMORY:
+            return [item.network() for item in self]
+
+        def read(place: int) -> Network:
+            source = self._sources[place]
+            return (parcel.read(source) if isinstance(source, Path) else source).network()
+
+        return Shelf(len(self), read)
 
     @property
     def class_names(self) -> tuple[str, ...]:

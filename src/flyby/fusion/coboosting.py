@@ -54,16 +54,17 @@ class CoBoosting(Dense):
 
     def reweigh(self, pool: Pool, epoch: int) -> None:
         step = self.settings.weight_step * self.settings.weight_decline**epoch
-        pool.weights = signed_step(pool.weights, pool.logits.transpose(0, 1), pool.labels, step)
+        new = signed_step(pool.weights, pool.logits.transpose(0, 1), pool.labels, step)
+        pool.weights.copy_(new)  # in place: a recorded step reads them where they are
 
-    def inputs(self, pool: Pool, rows: Tensor, teachers: Teachers, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        return pushed(pool, rows, teachers, rng, self.settings)
+    def inputs(self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        return pushed(images, weights, teachers, rng, self.settings)
 
 
-def pushed(pool: Pool, rows: Tensor, teachers: Teachers, rng: torch.Generator, settings: PushSettings) -> tuple[Tensor, Tensor]:
-    """Rows of the pool moved along the gradient of a random mixture of the ensemble's answers, and the clients' logits there."""
-    u = torch.rand((len(rows), pool.logits.shape[2]), generator=rng, device=rows.device) * 2 - 1
-    x = push(teachers, as_unit(pool.images[rows]), pool.weights, u, settings.push, settings.push_temperature)
+def pushed(images: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator, settings: PushSettings) -> tuple[Tensor, Tensor]:
+    """Images moved along the gradient of a random mixture of the ensemble's answers, and the clients' logits there."""
+    u = torch.rand((len(images), teachers.specs[0].classes), generator=rng, device=images.device) * 2 - 1
+    x = push(teachers, as_unit(images), weights, u, settings.push, settings.push_temperature)
     return x, teachers.logits(x)
 
 

@@ -7,14 +7,16 @@ BatchNorm layers, and that the student still gets wrong. They join a growing poo
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyby.fusion.base import FusionSettings
+from flyby.fusion.base import FusionSettings, Inbox
 from flyby.fusion.distill import Distillation, DistillSettings, Learner, kd
-from flyby.fusion.synthesis import Pool, SynthesisSettings, Teachers, as_unit, mix, synthesise
+from flyby.fusion.predictor import Predictor
+from flyby.fusion.synthesis import Pool, Synthesis, SynthesisSettings, Teachers, as_unit, mix
 
 
 class DenseSettings(DistillSettings, SynthesisSettings):
@@ -30,6 +32,7 @@ class Dense(Distillation):
     synthetic = True
     settings_type: ClassVar[type[FusionSettings]] = DenseSettings
     settings: DenseSettings
+    workshop: Synthesis | None = None
 
     def class_term(self, teacher: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(teacher, labels)
@@ -38,6 +41,13 @@ class Dense(Distillation):
         return masked_disagreement(student, teacher, self.settings.adv_temperature)
 
     def grow(self, pool: Pool, teachers: Teachers, learner: Learner, seed: int, epoch: int) -> dict[str, float]:
+        if self.workshop is None or self.workshop.teachers is not teachers:
+            self.workshop = Synthesis(teachers, teachers.specs[0].classes, self._objective(pool, learner), self.settings)
+        images, labels, noted = self.workshop.make(seed, "server", epoch)
+        pool.add(images, labels, teachers.logits(as_unit(images)))
+        return noted
+
+    def _objective(self, pool: Pool, learner: Learner) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         s = self.settings
 
         def objective(x: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
@@ -45,9 +55,13 @@ class Dense(Distillation):
             loss = s.ce * self.class_term(teacher, labels)
             return loss + s.adv * self.adversarial(learner.scores(x, logits), teacher) if s.adv else loss
 
-        images, labels, noted = synthesise(teachers, teachers.specs[0].classes, objective, s, seed, "server", epoch)
-        pool.add(images, labels, teachers.logits(as_unit(images)))
-        return noted
+        return objective
+
+    def fuse(self, parcels: Inbox, **options: Any) -> Predictor:
+        try:
+            return super().fuse(parcels, **options)
+        finally:
+            self.workshop = None
 
 
 def masked_disagreement(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -27,8 +27,9 @@ from flyby.files import digest
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
 from flyby.fusion.predictor import Predictor, Single
 from flyby.fusion.synthesis import Pool, Precision, Resident, Teachers, as_unit, autocast, mix, normalise, picture_grid
+from flyby.graphs import Captured, one_shape, set_learning_rate
 from flyby.models import ARCHITECTURES, ModelSpec, Network
-from flyby.rng import generator
+from flyby.rng import generator, seed_of
 
 SPEAK_SECONDS, SAVE_SECONDS, SAVE_SHARE = 5.0, 5.0, 50.0  # between progress lines, between checkpoints, and times what the last one cost
 TABLE_ROWS = 10
@@ -107,6 +108,7 @@ class Distillation(Fusion):
     heterogeneous = True
     settings_type: ClassVar[type[FusionSettings]] = DistillSettings
     settings: DistillSettings
+    lesson: Lesson | None = None
 
     def learner(self, parcels: Inbox, seed: int) -> Learner:
         return Student(student_spec(parcels, self.settings.student).build(generator(seed, "server", "student")))
@@ -125,9 +127,9 @@ class Distillation(Fusion):
     def reweigh(self, pool: Pool, epoch: int) -> None:
         """Move the ensemble's weights."""
 
-    def inputs(self, pool: Pool, rows: Tensor, teachers: Teachers, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What the learner sees of these rows of the pool, and the clients' logits [K, n, C] on it."""
-        return as_unit(pool.images[rows]), pool.logits[rows].transpose(0, 1)
+    def inputs(self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """What the learner sees of some images of the pool, and the clients' logits [K, n, C] on it; ``logits`` are those on the images."""
+        return as_unit(images), logits
 
     def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
         temperature = self.settings.temperature
@@ -146,7 +148,7 @@ class Distillation(Fusion):
         )
         state = TrainingState(work / f"{self.name}.ckpt" if work else None, identity, learner, optimizer, pool)
         state.restore()
-        clock = Clock(self.name, state.epoch, s.epochs)
+        clock, self.lesson = Clock(self.name, state.epoch, s.epochs), None
         with state:  # whatever ends the loop early, the state after the last whole epoch is saved
             while state.epoch < s.epochs:
                 epoch = state.epoch
@@ -159,36 +161,29 @@ class Distillation(Fusion):
                 clock.tick(state, loss)
         if clock.saved or time.perf_counter() - clock.started > SAVE_SECONDS:
             state.save()  # what follows may be interrupted too, and long work is not done twice
+        self.lesson = None
         self._describe(teachers, pool, state.rows)
         return self.predictor(parcels, learner.eval().cpu())
 
     def _optimizer(self, learner: Learner) -> torch.optim.Optimizer:
-        s = self.settings
+        s, device = self.settings, next(learner.parameters()).device
+        on_gpu = device.type == "cuda"
+        rate = torch.tensor(s.lr, device=device) if on_gpu else s.lr
         if s.optimizer == "adam":
-            return torch.optim.Adam(learner.parameters(), lr=s.lr, weight_decay=s.weight_decay)
-        return torch.optim.SGD(learner.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+            return torch.optim.Adam(learner.parameters(), lr=rate, weight_decay=s.weight_decay, fused=on_gpu or None, capturable=on_gpu)
+        return torch.optim.SGD(learner.parameters(), lr=rate, momentum=s.momentum, weight_decay=s.weight_decay, fused=on_gpu or None)
 
     def _learn(self, learner: Learner, optimizer: torch.optim.Optimizer, pool: Pool, teachers: Teachers, seed: int, epoch: int) -> float:
         """The learner's passes over the pool in one epoch; the mean loss."""
         s, device = self.settings, teachers.device
         factor = 0.5 * (1 + math.cos(math.pi * epoch / s.epochs)) if s.schedule == "cosine" else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = s.lr * factor
-        rng = generator(seed, "server", "inputs", epoch, device=device)
-        total, steps = torch.zeros((), device=device), 0
+            set_learning_rate(group, s.lr * factor)
+        if self.lesson is None or self.lesson.learner is not learner:
+            self.lesson = Lesson(self, learner, optimizer, pool.weights, teachers)
         order = generator(seed, "server", "order", epoch)
-        for rows in (rows for _ in range(s.passes) for rows in batches(len(pool), s.batch, order, device)):
-            x, logits = self.inputs(pool, rows, teachers, rng)
-            with autocast(s.precision, device):
-                loss = self.loss(learner, x, logits, pool.weights, pool.labels[rows])
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if s.clip is not None:
-                nn.utils.clip_grad_norm_(learner.parameters(), s.clip)
-            optimizer.step()
-            total += loss.detach()
-            steps += 1
-        return float(total) / steps
+        rows = (rows for _ in range(s.passes) for rows in batches(len(pool), s.batch, order, device))
+        return self.lesson.over(pool, rows, seed_of(seed, "server", "inputs", epoch))
 
     def _describe(self, teachers: Teachers, pool: Pool, rows: list[dict[str, Any]]) -> None:
         """The report's sections: the epochs in a short table, and the images if they were made here."""
@@ -215,6 +210,40 @@ class Distillation(Fusion):
         self.sections.append({"title": f"Server work of {self.name}", "text": text, "table": {"columns": columns, "rows": cells}})
 
     synthetic: ClassVar[bool] = False
+
+
+class Lesson:
+    """The learner's step on some images of the pool; on a GPU one recorded step serves all epochs."""
+
+    def __init__(self, rule: Distillation, learner: Learner, optimizer: torch.optim.Optimizer, weights: Tensor, teachers: Teachers) -> None:
+        self.rule, self.learner, self.optimizer, self.weights, self.teachers = rule, learner, optimizer, weights, teachers
+        self.rng = torch.Generator(device=teachers.device)
+        self.total = torch.zeros((), device=teachers.device)
+        self.captured = Captured((self.rng,)) if teachers.device.type == "cuda" and teachers.together else None
+
+    def over(self, pool: Pool, order: Iterator[Tensor], seed: int) -> float:
+        """One epoch; the mean loss."""
+        self.rng.manual_seed(seed)
+        self.total.zero_()
+        steps = 0
+        with one_shape():
+            for rows in order:
+                batch = pool.images[rows], pool.logits[rows], pool.labels[rows]
+                self._step(*batch) if self.captured is None else self.captured(self._step, *batch)
+                steps += 1
+        return float(self.total) / steps
+
+    def _step(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
+        s = self.rule.settings
+        x, answers = self.rule.inputs(images, logits.transpose(0, 1), self.weights, self.teachers, self.rng)
+        with autocast(s.precision, self.teachers.device):
+            loss = self.rule.loss(self.learner, x, answers, self.weights, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if s.clip is not None:
+            nn.utils.clip_grad_norm_(self.learner.parameters(), s.clip)
+        self.optimizer.step()
+        self.total.add_(loss.detach())
 
 
 def batches(count: int, batch: int, rng: torch.Generator, device: torch.device) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ s-: an expert that finds its class everywhere whispers. The shares are v_kc ~ sq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -24,6 +24,7 @@ from flyby.data.dataset import Dataset
 from flyby.errors import BadInput, unknown
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
 from flyby.fusion.predictor import Predictor
+from flyby.fusion.shelf import Shelf
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import directions
 
@@ -35,12 +36,13 @@ class ExpertsPredictor(Predictor):
     """All networks kept. ``votes`` [K, C] are the shares v; ``calibration`` [K, R, C] each client's own statistics."""
 
     kind = "experts"
+    streams = True
 
     def __init__(
         self,
         specs: Sequence[ModelSpec],
         class_names: Sequence[str],
-        networks: Sequence[Network] | None = None,
+        networks: Sequence[Network] | Shelf | None = None,
         *,
         form: str = "cosine",
         sharpness: float = 16.0,
@@ -58,15 +60,12 @@ class ExpertsPredictor(Predictor):
     votes: Tensor
     calibration: Tensor
 
-    def cosines(self, images: Tensor) -> Tensor:
-        """cos(f_k(x), direction of class c at client k): [K, N, C]."""
-        each = []
-        for net, x in self.members(images):
-            each.append(F.normalize(net.features(x).float(), dim=1) @ F.normalize(directions(net).float(), dim=1).T)
-        return torch.stack(each)
+    def voice(self, network: Network, x: Tensor) -> Tensor:
+        """cos(f_k(x), direction of class c at client k): [N, C]."""
+        return F.normalize(network.features(x).float(), dim=1) @ F.normalize(directions(network).float(), dim=1).T
 
-    def forward(self, images: Tensor) -> Tensor:
-        cosine = self.cosines(images)
+    def combine(self, voices: Tensor) -> Tensor:
+        cosine = voices
         held = (self.votes > 0)[:, None]
         if self.form == "cosine":
             said = cosine
@@ -117,11 +116,10 @@ class Experts(Fusion):
     def fuse(
         self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
     ) -> Predictor:
-        networks, tables = [], []
-        shape = (3, len(parcels.class_names))
-        for item in parcels:
-            networks.append(item.network())
-            if "calibration" in self.needs:
+        networks, tables = parcels.networks(), []
+        if "calibration" in self.needs:
+            shape = (3, len(parcels.class_names))
+            for item in parcels:
                 table = item.extras.get("calibration")
                 if table is None or table.shape != shape:
                     sent = "none" if table is None else str(list(table.shape))
@@ -137,7 +135,7 @@ class Experts(Fusion):
             votes=votes.float(), calibration=torch.stack(tables) if tables else None,
         )  # fmt: skip
 
-    def _validated(self, networks: Sequence[Network], proxy: Dataset | None) -> Tensor:
+    def _validated(self, networks: Iterable[Network], proxy: Dataset | None) -> Tensor:
         if proxy is None or len(proxy) == 0:
             raise BadInput("fusion.validated needs images with labels that can be believed; give them with --proxy PATH")
         images, labels = proxy.tensors()

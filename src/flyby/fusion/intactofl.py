@@ -19,7 +19,7 @@ from flyby.fusion.coboosting import PushSettings, pushed
 from flyby.fusion.dense import Dense, DenseSettings
 from flyby.fusion.distill import Learner, kd
 from flyby.fusion.predictor import Predictor
-from flyby.fusion.synthesis import Pool, Teachers, mix, normalise
+from flyby.fusion.synthesis import Teachers, mix, normalise
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import uniform_fan_in
 from flyby.rng import generator
@@ -94,8 +94,8 @@ class IntactOFL(Dense):
         made.gate.load_state_dict(learner.linear.state_dict())
         return made
 
-    def inputs(self, pool: Pool, rows: Tensor, teachers: Teachers, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        return pushed(pool, rows, teachers, rng, self.settings)
+    def inputs(self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        return pushed(images, weights, teachers, rng, self.settings)
 
     def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(learner, Gate)

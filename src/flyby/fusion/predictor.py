@@ -7,7 +7,7 @@ A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,22 +16,30 @@ from torch import Tensor, nn
 
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, read_json, write_bytes, write_json, write_text
+from flyby.fusion.shelf import IN_MEMORY, Shelf, bytes_of, read_shelf, write_shelf
 from flyby.models import ModelSpec, Network
 
 FORMAT = 1
 
 
 class Predictor(nn.Module):
-    """Base of all predictors. ``settings`` is the JSON that, with ``specs``, rebuilds an empty one of the same shape."""
+    """Base of all predictors. ``settings`` is the JSON that, with ``specs``, rebuilds an empty one of the same shape.
+
+    An ensemble says what one member says (``voice``) and what follows from all of them (``combine``): members may then speak one at a
+    time, from a ``Shelf``. Any other kind writes ``forward`` itself.
+    """
 
     kind: ClassVar[str]
+    streams: ClassVar[bool] = False  # whether it has ``voice`` and ``combine``
 
     def __init__(
-        self, specs: Sequence[ModelSpec], class_names: Sequence[str], networks: Sequence[Network] | None = None, **settings: Any
+        self, specs: Sequence[ModelSpec], class_names: Sequence[str], networks: Sequence[Network] | Shelf | None = None, **settings: Any
     ) -> None:
         super().__init__()
         self.specs, self.class_names, self.settings = tuple(specs), tuple(class_names), settings
-        self.networks = nn.ModuleList(networks if networks is not None else [spec.build() for spec in specs])
+        self.shelf = networks if isinstance(networks, Shelf) else None
+        held = () if isinstance(networks, Shelf) else networks if networks is not None else [spec.build() for spec in specs]
+        self.networks = nn.ModuleList(held)
         self.eval()  # a predictor predicts: BatchNorm uses what was learned, not the batch at hand
 
     @property
@@ -42,12 +50,21 @@ class Predictor(nn.Module):
     def channels(self) -> int:
         return self.specs[0].channels
 
-    def members(self, images: Tensor) -> list[tuple[Network, Tensor]]:
+    def members(self, images: Tensor) -> Iterator[tuple[Network, Tensor]]:
         """Each network with the images prepared as it wants them (sites may normalise differently)."""
-        return [(net, spec.prepare(images)) for net, spec in zip(self.networks, self.specs, strict=True)]  # type: ignore[misc]
+        for network, spec in zip(self.networks if self.shelf is None else self.shelf, self.specs, strict=True):
+            yield network if self.shelf is None else network.to(images.device), spec.prepare(images)  # type: ignore[misc]
+
+    def voice(self, network: Network, x: Tensor) -> Tensor:
+        """What one member says about prepared images: [N, ...] in float32."""
+        raise NotImplementedError
+
+    def combine(self, voices: Tensor) -> Tensor:
+        """The scores [N, classes] that follow from all members' voices [K, N, ...]."""
+        raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self.combine(torch.stack([self.voice(network, x) for network, x in self.members(images)]))
 
     def chances(self, scores: Tensor) -> Tensor:
         """Scores [N, classes] as shares that add up to one, for people to read."""
@@ -72,12 +89,13 @@ class Ensemble(Predictor):
     """Weighted mean of the members' logits or probabilities; ``weights`` [K] sum to one. Returns log-scores."""
 
     kind = "ensemble"
+    streams = True
 
     def __init__(
         self,
         specs: Sequence[ModelSpec],
         class_names: Sequence[str],
-        networks: Sequence[Network] | None = None,
+        networks: Sequence[Network] | Shelf | None = None,
         *,
         mean: str = "probabilities",
         weights: Sequence[float] = (),
@@ -90,10 +108,12 @@ class Ensemble(Predictor):
 
     weights: Tensor
 
-    def forward(self, images: Tensor) -> Tensor:
-        outputs = torch.stack([net(x).float() for net, x in self.members(images)])
-        outputs = outputs if self.mean == "logits" else outputs.softmax(-1)
-        scores = torch.einsum("k,knc->nc", self.weights, outputs)
+    def voice(self, network: Network, x: Tensor) -> Tensor:
+        logits: Tensor = network(x).float()
+        return logits if self.mean == "logits" else logits.softmax(-1)
+
+    def combine(self, voices: Tensor) -> Tensor:
+        scores = torch.einsum("k,knc->nc", self.weights, voices)
         return scores if self.mean == "logits" else scores.clamp_min(1e-12).log()
 
 
@@ -105,6 +125,7 @@ def save_predictor(predictor: Predictor, folder: Path | str, card: dict[str, Any
     from safetensors.torch import save
 
     predictor = predictor.eval().cpu()
+    export = export and predictor.shelf is None  # a program holds all its networks at once
     config = {
         "format": FORMAT,
         "kind": predictor.kind,
@@ -115,7 +136,11 @@ def save_predictor(predictor: Predictor, folder: Path | str, card: dict[str, Any
     }
     with atomic_folder(folder) as tmp:
         write_json(tmp / "model.json", config)
-        write_bytes(tmp / "model.safetensors", save({name: t.contiguous() for name, t in predictor.state_dict().items()}))
+        tensors = {name: t.contiguous() for name, t in predictor.state_dict().items()}
+        if predictor.shelf is not None:
+            write_shelf(tmp / "model.safetensors", predictor.specs, predictor.shelf, tensors)
+        else:
+            write_bytes(tmp / "model.safetensors", save(tensors))
         if export:
             export_program(predictor, tmp / "model.pt2")
         write_text(tmp / "README.md", _card(config, export))
@@ -149,8 +174,12 @@ def load_predictor(folder: Path | str) -> Predictor:
         specs = [ModelSpec.from_dict(s) for s in config["specs"]]
         if not specs or any(spec.classes != len(config["class_names"]) for spec in specs):
             raise ValueError(f"{len(config['class_names'])} class names do not fit its {len(specs)} network(s)")
-        predictor = kind(specs, config["class_names"], **config["settings"])
-        predictor.load_state_dict(load_file(folder / "model.safetensors"))
+        if kind.streams and sum(bytes_of(spec) for spec in specs) > IN_MEMORY:
+            shelf, tensors = read_shelf(folder / "model.safetensors", specs)
+            predictor = kind(specs, config["class_names"], shelf, **config["settings"])
+        else:
+            predictor, tensors = kind(specs, config["class_names"], **config["settings"]), load_file(folder / "model.safetensors")
+        predictor.load_state_dict(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         raise BadInput(f"{folder} is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); fuse the parcels again") from None
     return predictor.eval()

@@ -25,6 +25,7 @@ from flyby.errors import unknown
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
 from flyby.fusion.layers import PORTION
 from flyby.fusion.predictor import Predictor, Single
+from flyby.fusion.shelf import Shelf
 from flyby.models import ModelSpec, Network
 
 Piece = tuple[str, int, int]  # a tensor's name and the range of its numbers
@@ -134,12 +135,13 @@ class RobustEnsemble(Predictor):
     """All models kept; of their answers about an image and a class the trimmed mean. Returns log-scores."""
 
     kind = "robust-ensemble"
+    streams = True
 
     def __init__(
         self,
         specs: Sequence[ModelSpec],
         class_names: Sequence[str],
-        networks: Sequence[Network] | None = None,
+        networks: Sequence[Network] | Shelf | None = None,
         *,
         mean: str = "probabilities",
         trim: float = 0.5,
@@ -149,9 +151,12 @@ class RobustEnsemble(Predictor):
         super().__init__(specs, class_names, networks, mean=mean, trim=trim)
         self.mean, self.trim = mean, trim
 
-    def forward(self, images: Tensor) -> Tensor:
-        answers = torch.stack([net(x).float() for net, x in self.members(images)])
-        scores = middle(answers if self.mean == "logits" else answers.softmax(-1), self.trim)
+    def voice(self, network: Network, x: Tensor) -> Tensor:
+        logits: Tensor = network(x).float()
+        return logits if self.mean == "logits" else logits.softmax(-1)
+
+    def combine(self, voices: Tensor) -> Tensor:
+        scores = middle(voices, self.trim)
         return scores if self.mean == "logits" else scores.clamp_min(1e-12).log()
 
 
@@ -172,10 +177,9 @@ class EnsembleMedian(Fusion):
     def fuse(
         self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
     ) -> Predictor:
-        networks = [item.network() for item in parcels]
         specs = [m.spec for m in parcels.manifests]
         trim = getattr(self.settings, "trim", self.trim)
-        return RobustEnsemble(specs, parcels.class_names, networks, mean=self.settings.mean, trim=trim)
+        return RobustEnsemble(specs, parcels.class_names, parcels.networks(), mean=self.settings.mean, trim=trim)
 
 
 class EnsembleTrimmedSettings(EnsembleMedianSettings, TrimSettings):

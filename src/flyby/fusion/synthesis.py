@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyby.fusion.base import FusionSettings, Inbox
+from flyby.graphs import Captured, one_shape
 from flyby.models import ModelSpec, Network
 from flyby.models.generator import Generator
 from flyby.rng import generator
@@ -187,29 +188,57 @@ def memory_of(spec: ModelSpec) -> tuple[int, int]:
     return sum(math.prod(shape) * 4 for shape, _ in spec.shapes().values()), 4 * numbers
 
 
-def synthesise(
-    teachers: Teachers, classes: int, objective: Callable[[Tensor, Tensor, Tensor], Tensor], settings: SynthesisSettings, *key: object
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """One batch of images (uint8 [n, H, W, C]) with its targets, and what it reached. ``objective`` takes (x, logits, targets)."""
-    spec, device = teachers.specs[0], teachers.device
-    rng = generator(*key, "synthesis")
-    maker = Generator.build(spec.size, spec.channels, settings.latent, settings.generator_width, rng).to(device)
-    z = torch.randn(settings.images, settings.latent, generator=rng).to(device).requires_grad_()
-    targets = torch.randint(classes, (settings.images,), generator=rng).to(device)
-    optimizer = torch.optim.Adam([*maker.parameters(), z], lr=settings.generator_lr, betas=settings.betas)
-    bn = settings.bn / (len(teachers) if settings.bn_clients == "mean" else 1)
-    best, least, statistics = torch.zeros(()), torch.full((), torch.inf, device=device), torch.zeros((), device=device)
-    for step in range(settings.steps):
-        x = maker(z)
-        loss, distance, gradient = teachers.pull(x, lambda x, logits: objective(x, logits, targets), bn)
-        better = loss < least  # decided on the device: nothing waits for it
-        best = torch.where(better, x.detach(), best) if step else x.detach()
-        least, statistics = torch.where(better, loss, least), torch.where(better, distance, statistics)
-        optimizer.zero_grad(set_to_none=True)
+class Synthesis:
+    """Where batches of images are made: a generator, its noise and its optimiser. Every batch begins anew but in the same memory, so that on a
+    GPU one recorded step serves them all. ``objective`` takes (x, logits, targets)."""
+
+    def __init__(
+        self, teachers: Teachers, classes: int, objective: Callable[[Tensor, Tensor, Tensor], Tensor], settings: SynthesisSettings
+    ) -> None:
+        self.teachers, self.classes, self.objective, self.settings = teachers, classes, objective, settings
+        spec, device = teachers.specs[0], teachers.device
+        self.maker = self._fresh(generator("place")).to(device)
+        self.z = torch.empty(settings.images, settings.latent, device=device, requires_grad=True)
+        self.targets = torch.empty(settings.images, dtype=torch.int64, device=device)
+        self.best = torch.empty((settings.images, spec.channels, *spec.size), device=device)
+        self.least, self.distance = torch.zeros((), device=device), torch.zeros((), device=device)
+        on_gpu = device.type == "cuda"
+        self.optimizer = torch.optim.Adam(
+            [*self.maker.parameters(), self.z], lr=settings.generator_lr, betas=settings.betas, capturable=on_gpu
+        )
+        self.captured = Captured() if on_gpu and teachers.together else None
+
+    def _fresh(self, rng: torch.Generator) -> Generator:
+        spec = self.teachers.specs[0]
+        return Generator.build(spec.size, spec.channels, self.settings.latent, self.settings.generator_width, rng)
+
+    def make(self, *key: object) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """One batch of images (uint8 [n, H, W, C]) with its targets, and what it reached."""
+        rng = generator(*key, "synthesis")
+        self.maker.load_state_dict(self._fresh(rng).state_dict())
+        self.z.data.copy_(torch.randn(self.z.shape, generator=rng))
+        self.targets.copy_(torch.randint(self.classes, self.targets.shape, generator=rng))
+        self.best.zero_()
+        self.least.fill_(torch.inf)
+        for memory in self.optimizer.state.values():
+            for tensor in memory.values():
+                tensor.zero_()
+        with one_shape():
+            for _ in range(self.settings.steps):
+                self._step() if self.captured is None else self.captured(self._step)
+        images = self.best.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return images, self.targets.clone(), {"synthesis_loss": float(self.least), "bn_distance": float(self.distance)}
+
+    def _step(self) -> None:
+        bn = self.settings.bn / (len(self.teachers) if self.settings.bn_clients == "mean" else 1)
+        x = self.maker(self.z)
+        loss, distance, gradient = self.teachers.pull(x, lambda x, logits: self.objective(x, logits, self.targets), bn)
+        better = loss < self.least  # decided on the device: nothing waits for it
+        for kept, new in ((self.best, x.detach()), (self.distance, distance), (self.least, loss)):
+            kept.copy_(torch.where(better, new, kept))
+        self.optimizer.zero_grad(set_to_none=True)
         x.backward(gradient)
-        optimizer.step()
-    images = best.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-    return images, targets, {"synthesis_loss": float(least), "bn_distance": float(statistics)}
+        self.optimizer.step()
 
 
 class Pool(nn.Module):

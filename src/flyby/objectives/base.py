@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from flyby.data.site import Site
 from flyby.data.views import ViewSettings
-from flyby.errors import BadInput, unknown
 from flyby.models import ModelSpec, Network
 from flyby.objectives.calibration import calibrate
-from flyby.objectives.statistics import STATISTICS
+from flyby.objectives.statistics import computed, named
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class ObjectiveSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     calibrate: bool = Field(True, description="send the three scalars a class that experts-calibrated needs")
-    send: tuple[str, ...] = Field((), description="further statistics for server rules that need them, e.g. [kfac]")
+    send: tuple[str, ...] = Field((), description="further statistics for server rules that need them, e.g. [kfac], or [kfac:samples=2000]")
 
 
 class Objective(nn.Module):
@@ -65,10 +64,8 @@ class Objective(nn.Module):
     @classmethod
     def provided(cls, settings: ObjectiveSettings) -> frozenset[str]:
         """What a site sends under these settings: ``provides``, and the statistics it was asked to ``send``."""
-        for name in settings.send:
-            if name not in STATISTICS:
-                raise unknown("statistic to send", name, STATISTICS) if STATISTICS else BadInput(f"there is no statistic {name!r} to send")
-        return (cls.provides if settings.calibrate else cls.provides - {"calibration"}) | set(settings.send)
+        sent = {named(text)[0] for text in settings.send}
+        return (cls.provides if settings.calibrate else cls.provides - {"calibration"}) | sent
 
     @classmethod
     def views(cls, size: tuple[int, int], mirror: bool) -> ViewSettings:
@@ -107,8 +104,8 @@ class Objective(nn.Module):
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What the parcel carries beside the weights: (tensors, small named facts). Statistics are stored as ``NAME.REST``."""
         tensors = calibrate(model, site, seed) if self.settings.calibrate and "calibration" in self.provides else {}
-        for name in self.settings.send:
-            tensors |= {f"{name}.{key}": value for key, value in STATISTICS[name](model, site, seed).items()}
+        for text in self.settings.send:
+            tensors |= computed(text, model, site, seed)
         return tensors, {}
 
 

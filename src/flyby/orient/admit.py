@@ -26,12 +26,13 @@ Check = Callable[[Parcel], None]
 PROBE = 4
 
 
-def read_inbox(folder: Path, gate: Gate | None = None, own: Parcel | None = None) -> tuple[list[Parcel], list[str]]:
-    """The parcels of a folder that come through the gate, in name order, and a line for each file that does not. Fit is judged by the ``own`` model."""
-    if not folder.is_dir():
+def read_inbox(folder: Path | Sequence[Path], gate: Gate | None = None, own: Parcel | None = None) -> tuple[list[Parcel], list[str]]:
+    """The parcels of a folder, or of a list of files, that come through the gate, in name order, and a line for each file that does
+    not. Fit is judged by the ``own`` model."""
+    if isinstance(folder, Path) and not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; name the folder that holds the received .parcel files")
     gate = gate or Gate(receiver=own.manifest.sender if own else "node")
-    read = {path: gate.try_check(path) for path in sorted(folder.glob("*.parcel"))}
+    read = {path: gate.try_check(path) for path in (sorted(folder.glob("*.parcel")) if isinstance(folder, Path) else folder)}
     admitted = [read[Path(str(one.source))] for one in gate.settle(like=own.manifest if own else None)]
     return [item for item in admitted if item is not None], [one.line for one in gate.refused]
 

@@ -6,6 +6,7 @@ of one. Each model sees the same batches and its own gradient only, so the numbe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,8 +67,7 @@ class Stack:
         rows = [tuple({n: t[m] for n, t in every.items()} for every in apart) for m in range(len(self))]
         if len(self) == 1 or not x.is_cuda:
             return torch.stack([self._one(p, b, x) for p, b in rows])
-        here = torch.cuda.current_stream()
-        streams = [torch.cuda.Stream() for _ in range(min(STREAMS, len(self)))]  # type: ignore[no-untyped-call]
+        here, streams = torch.cuda.current_stream(), _streams(x.device)[: len(self)]
         outputs: list[Tensor] = []
         for m, (p, b) in enumerate(rows):
             stream = streams[m % len(streams)]
@@ -91,6 +91,12 @@ class Stack:
         """One state dict a model, in the order of the network's own, copied."""
         stacked = self.tensors()
         return [{name: stacked[name][m].clone() for name in self.template.state_dict()} for m in range(len(self))]
+
+
+@functools.cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Always the same ones: the allocator keeps memory apart for every stream it ever saw."""
+    return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 
 def full(x: Tensor) -> Tensor:

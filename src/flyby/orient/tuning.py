@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flyby.data.site import Part, Site
 from flyby.data.views import PLAIN, ViewSettings, augment
-from flyby.graphs import Captured
+from flyby.graphs import Captured, one_shape
 from flyby.objectives.supervised import Supervised
 from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack, Tensors, full
@@ -115,8 +116,11 @@ class Stepper:
         self.stack, self.problem, self.settings = stack, problem, settings
         weights = stack.parameters if problem.learns_weights else {}
         self.optimizer = Sgd(weights, problem.extra, settings)
-        self.captured = Captured() if settings.graph and stack.device.type == "cuda" else None
+        replays = settings.graph and stack.device.type == "cuda"
+        self.captured = Captured() if replays else None
+        self.captured_look = Captured() if replays else None
         self.total = torch.zeros(len(stack), device=stack.device)
+        self.seen = torch.zeros(len(stack), device=stack.device)
 
     def __call__(self, x: Tensor, labels: Tensor, rows: Tensor) -> None:
         if self.captured is None:
@@ -138,6 +142,21 @@ class Stepper:
             problem.project()
             self.total += losses.detach()
 
+    def look(self, val: Part) -> list[float]:
+        """The watched loss of each model; one wait for the device."""
+        if self.captured_look is None:
+            self._look(val)
+        else:
+            self.captured_look(partial(self._look, val))
+        return [v if math.isfinite(v) else math.inf for v in self.seen.tolist()]
+
+    @torch.no_grad()
+    def _look(self, val: Part) -> None:
+        stack, problem = self.stack, self.problem
+        losses = problem.watched(stack_logits(stack, val.images, self.settings, problem.effective(stack.parameters)), val)
+        penalty = problem.watched_penalty(stack.parameters)
+        self.seen.copy_(losses if penalty is None else losses + penalty)
+
 
 def tune(
     stack: Stack, problem: Problem, site: Site, settings: OrientSettings, epochs: int, key: tuple[object, ...], label: str = ""
@@ -147,43 +166,47 @@ def tune(
     device, train, spec = stack.device, site.train, stack.spec
     mean, std = spec.statistics(device)
     views = views_of(site, settings) if problem.augments else PLAIN
-    torch.backends.cudnn.benchmark = True  # batches have one shape
     best, extra = Stack(spec, {**clone(stack.parameters)}, clone(stack.buffers), stack.backend), clone(problem.extra)
-    losses = validation(stack, problem, site, settings)
+    step = Stepper(stack, problem, settings)
+    losses = step.look(site.val)
     alive, lowest, best_epochs, ran = list(range(len(stack))), list(losses), [0] * len(stack), [0] * len(stack)
     history: list[dict[str, Any]] = []
-    step = Stepper(stack, problem, settings)
+    going = alive
     for epoch in range(1, epochs + 1):
         rng = generator(*key, "views", epoch, device=device)
         step.total.zero_()
         order = batches(len(train), settings.batch, generator(*key, "order", epoch)).to(device)
-        for rows in order.unbind(0):
-            step(augment(train.images[rows], views, mean, std, rng), train.labels[rows], rows)
-        losses = validation(stack, problem, site, settings)
+        with one_shape():
+            for rows in order.unbind(0):
+                step(augment(train.images[rows], views, mean, std, rng), train.labels[rows], rows)
+        losses = step.look(site.val)
+        means = (step.total / len(order)).tolist()
         history.append(
             {
                 "stage": label,
                 "epoch": epoch,
-                "models": len(alive),
-                "loss": float((step.total / len(order)).mean()),
-                "val_loss": finite_mean(losses),
+                "models": len(going),
+                "loss": sum(means[m] for m in going) / len(going),
+                "val_loss": finite_mean([losses[m] for m in going]),
             }
         )
-        better = [m for m, (who, loss) in enumerate(zip(alive, losses, strict=True)) if loss < lowest[who]]
+        better = [m for m in going if losses[m] < lowest[alive[m]]]
         for m in better:
             lowest[alive[m]], best_epochs[alive[m]] = losses[m], epoch
         keep_best(best, extra, stack, problem, better, [alive[m] for m in better])
-        for who in alive:
-            ran[who] = epoch
-        going = [m for m, who in enumerate(alive) if epoch - best_epochs[who] < settings.patience]
+        for m in going:
+            ran[alive[m]] = epoch
+        going = [m for m in going if epoch - best_epochs[alive[m]] < settings.patience]
         if not going:
             break
-        if len(going) < len(alive):
+        # A recorded step is for so many models: where there is one, those that stopped are carried along until half have, since a new recording costs more.
+        if len(going) < len(alive) and (step.captured is None or 2 * len(going) <= len(alive)):
             rows = torch.tensor(going, device=device)
             velocity = [v[rows] for v in step.optimizer.velocity]
             stack, problem, alive = stack.take(rows), problem.take(rows), [alive[m] for m in going]
             step = Stepper(stack, problem, settings)
             step.optimizer.velocity = velocity
+            going = list(range(len(alive)))
     return Tuned(best, extra, ran, best_epochs, lowest, history)
 
 
@@ -195,16 +218,6 @@ def keep_best(best: Stack, extra: Tensors, stack: Stack, problem: Problem, rows:
     for kept, now in ((best.parameters, stack.parameters), (best.buffers, stack.buffers), (extra, problem.extra)):
         for name, tensor in kept.items():
             tensor.detach().index_copy_(0, target, now[name].detach()[source])
-
-
-@torch.no_grad()
-def validation(stack: Stack, problem: Problem, site: Site, settings: OrientSettings) -> list[float]:
-    """The watched loss of each model; one wait for the device."""
-    logits = stack_logits(stack, site.val.images, settings, problem.effective(stack.parameters))
-    losses = problem.watched(logits, site.val)
-    penalty = problem.watched_penalty(stack.parameters)
-    values: list[float] = (losses if penalty is None else losses + penalty).tolist()
-    return [v if math.isfinite(v) else math.inf for v in values]
 
 
 @torch.no_grad()

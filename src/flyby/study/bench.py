@@ -110,10 +110,11 @@ def bench(todo: Sequence[Work], seconds: float = 5.0, rounds: int = ROUNDS, quie
         raise BadInput("--seconds must be above 0; it is the time each loop is measured for")
     turns = measure(todo, seconds, rounds, lambda text: None if quiet else print(f"bench: {text}", file=sys.stderr, flush=True))
     first = todo[0]
+    cost = ratio(turns[("salt", "flyby")], turns[("aurora", "flyby")]) if {("salt", "flyby"), ("aurora", "flyby")} <= turns.keys() else None
     return {
         "kind": "loops", "device": hardware(first.device), "versions": versions(), "threads": first.threads, "load": round(os.getloadavg()[0], 2),
         **first.model_dump(include={"model", "size", "batch", "precision", "compile", "workers", "steps", "script_steps"}),
-        "views": {work.work: work.views.views for work in todo}, "seconds": seconds, "rounds": rounds, "rows": table(turns),
+        "views": {work.work: work.views.views for work in todo}, "seconds": seconds, "rounds": rounds, "aurora_over_salt": cost, "rows": table(turns),
     }  # fmt: skip
 
 
@@ -140,12 +141,14 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Callable[[
 def describe(facts: Mapping[str, Any]) -> str:
     """The answer for people: what was measured, the table, and what its words mean."""
     views = " and ".join(f"{n} for {w}" for w, n in facts["views"].items())
+    cost = facts.get("aurora_over_salt")
+    aurora = f" One of its steps takes {cost:.3f} of salt's time." if cost else ""
     return f"""{facts["model"]}, {facts["size"]}x{facts["size"]}, batch {facts["batch"]}, views {views}; {facts["device"]}, torch {facts["versions"]["torch"]}; precision {facts["precision"]}, compile {facts["compile"]}, {facts["workers"]} DataLoader workers
 
 {markdown(facts["rows"], COLUMNS)}
 
 Samples are images, not views. limit: the bare step on fixed tensors. flyby: train_site, whole epochs. script: DataLoader and Pillow, float32.
-aurora is compared with salt's limit and script. Medians of {facts["rounds"]} interleaved rounds."""
+aurora is compared with salt's limit and script.{aurora} Medians of {facts["rounds"]} interleaved rounds."""
 
 
 def keep(facts: Mapping[str, Any], svg: str, png: bytes, text: str, out: Path, name: str) -> list[Path]:

@@ -45,9 +45,9 @@ def loop_bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
     groups = [[row for row in rows if row["work"] == work] for work in works]
     bar, gap, head = 26, 16, 26
     tall = sum(head + bar * len(group) + gap for group in groups)
-    left, right = _room(list(NAMES.values())), 250
+    left, right = _room(list(NAMES.values())), 300
     most = max(row["samples_per_second"] for row in rows)
-    figure = _canvas(tall + 30)
+    figure = _canvas(tall + 46)
     axes = _axes(figure, left, 4, WIDTH - left - right, tall)
     place, ticks = 0.0, []
     for group in groups:

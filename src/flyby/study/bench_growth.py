@@ -18,7 +18,8 @@ import torch
 from flyby import parcel
 from flyby.data.splits import Split, make_split
 from flyby.data.views import STANDARD
-from flyby.engines import ENGINES, engine_named
+from flyby.engines import engine_named
+from flyby.engines.jobs import perform
 from flyby.errors import BadInput
 from flyby.fusion import Inbox
 from flyby.methods import fusion_named
@@ -31,6 +32,7 @@ from flyby.study.config import Plan, make_config, pick_device, plan
 from flyby.study.run import hardware, uploads, versions
 
 REPEATS = 3
+ALONE = "one by one"  # as ``inline`` does it on a CPU; on a GPU ``inline`` has several sites at work
 Row = dict[str, Any]
 Note = Callable[[str], None]
 
@@ -41,10 +43,11 @@ def clients(
     """Samples a second of whole rounds of local training, from the call of the engine to the last parcel: starting workers counts."""
     gpu = device.startswith("cuda")
     model, size, batch = model or ("resnet18" if gpu else "cnn-small"), size or (32 if gpu else 16), batch or (128 if gpu else 64)
-    each, epochs = (1024, 5) if gpu else (256, 4)
-    names = engines or [name for name, engine in ENGINES.items() if engine.needs is None]
+    each, epochs = (512, 10) if gpu else (256, 4)
+    names = engines or ([ALONE, "inline"] if gpu else ["inline", "processes"])
     for name in names:
-        engine_named(name)
+        if name != ALONE:
+            engine_named(name)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="flyby-bench-") as temporary:
         folder = Path(temporary)
@@ -78,7 +81,11 @@ def train_some(engine: str, count: int, todo: Plan, whole: Split, folder: Path, 
     some.save(folder / "split.json")
     jobs = uploads(todo, some, folder, device, None)
     started = time.perf_counter()
-    engine_named(engine)(jobs, lambda row: None)
+    if engine == ALONE:
+        for job in jobs:
+            perform(job)
+    else:
+        engine_named(engine)(jobs, lambda row: None)
     return time.perf_counter() - started
 
 
@@ -176,7 +183,7 @@ def grow(
     device = "cpu" if kind == "bytes" else pick_device(device)
     gpu = device.startswith("cuda")
     if kind == "clients":
-        found = clients(device, whole(points) or [1, 2, 4, 8, 16, 32, 64], engines, model, size, batch, note)
+        found = clients(device, whole(points) or ([1, 4, 16, 64] if gpu else [1, 2, 4, 8, 16, 32, 64]), engines, model, size, batch, note)
     elif kind == "neighbours":
         found = neighbours(device, whole(points) or ([1, 4, 8, 16, 29] if gpu else [1, 2, 4, 8]), model, size, batch, note)
     else:
@@ -210,9 +217,7 @@ def describe(facts: Mapping[str, Any]) -> str:
     first: dict[str, Callable[[Mapping[str, Any]], str]] = {facts["x"]: lambda row: f"{row['x']:.4g}"}
     columns = first | {f"{line} ({facts['y']})": partial(_cell, line) for line in lines}
     rows = [{"x": x, **values} for x, values in found.items()]
-    return (
-        f"{facts['title']}: {facts['what']}; {facts['device']}\n\n{markdown(rows, columns)}\n\nMedians of {REPEATS} rounds taken turn about."
-    )
+    return f"{facts['title']}: {facts['what']}; {facts['device']}\n\n{markdown(rows, columns)}\n\nMedians of {REPEATS} rounds taken turn about."
 
 
 def _cell(line: str, row: Mapping[str, Any]) -> str:

@@ -95,7 +95,9 @@ def limit(work: Work, report: Report) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if fully_compiled(settings, work.spec(), device):
         model.backbone.compile(dynamic=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
+    )
     part = work.part(work.batch).to(device)
     x = work.spec().prepare(part.images).repeat(work.views.views, 1, 1, 1).contiguous(memory_format=torch.channels_last)
     labels = part.labels.repeat(work.views.views)

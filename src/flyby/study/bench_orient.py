@@ -47,7 +47,7 @@ def plain(site: Site, spec: ModelSpec, models: int, epochs: int, settings: Orien
             network.train()
             rng = generator(epoch, device=device)
             order = torch.randperm(len(site.train), device=device)
-            for rows in order.split(settings.batch):
+            for rows in torch.split(order, settings.batch):
                 with autocast(settings, device):
                     loss = F.cross_entropy(
                         network(augment(site.train.images[rows], STANDARD, mean, std, rng)).float(), site.train.labels[rows]

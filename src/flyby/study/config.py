@@ -30,7 +30,7 @@ class ModelSettings(BaseModel):
 
     name: str | None = None
     width: float = 1.0
-    stem: str = "cifar"
+    stem: str = Field("cifar", description="of a resnet or mobilenetv2; imagenet for images of 96 pixels and more, where none is asked for")
     projector: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -166,7 +166,10 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
         raise unknown("codec", config.codec, CODECS)
     data = bundle.train
     name = config.model.name or ("cnn-small" if min(data.size) < 24 else "resnet18")
-    spec = ModelSpec(name=name, classes=data.classes, channels=data.channels, size=data.size, **config.model.model_dump(exclude={"name"}))
+    shape = config.model.model_dump(exclude={"name"})
+    if "stem" not in config.model.model_fields_set and min(data.size) >= 96:
+        shape["stem"] = "imagenet"
+    spec = ModelSpec(name=name, classes=data.classes, channels=data.channels, size=data.size, **shape)
     train = build(TrainSettings, {**objective.defaults(settings), **method.train, **config.train}, "train")
     views = objective.views(data.size, bundle.mirror)
     views = build(type(views), {**views.model_dump(), **config.views}, "views")

@@ -46,6 +46,7 @@ class Study(BaseModel):
     epochs: int | None = None
     model: str | None = None
     settings: list[str] = Field(default=[], description="as --set on the command line, for every cell")
+    variants: list[str] = Field(default=[], description="one more axis: settings that differ, several with semicolons")
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,10 @@ class Cell:
     former: tuple[str, ...] = ()
     attack: str = ""
     admission: str = ""
+    variant: str = ""
 
     def __str__(self) -> str:
-        threats = "".join(f" / {threat}" for threat in (self.attack, self.admission) if threat)
+        threats = "".join(f" / {threat}" for threat in (self.attack, self.admission, self.variant) if threat)
         return f"{self.config.method} / {self.rule} / {self.data} a={self.config.split.alpha:g} seed {self.config.seed}{threats}"
 
 
@@ -88,13 +90,18 @@ def read_study(name: str) -> tuple[str, Study]:
 
 def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
     """All cells, seeds outermost: breadth before repetition. Keys do not depend on where the data lies."""
-    world = study.seeds, study.data, study.splits, study.clients, study.alphas, study.methods
-    for seed, data, split, clients, alpha, method, attack, admission in itertools.product(
+    world = study.seeds, study.data, study.splits, study.clients, study.alphas, study.variants or [""], study.methods
+    for seed, data, split, clients, alpha, variant, method, attack, admission in itertools.product(
         *world, study.attacks or [""], study.admissions or [""]
     ):
         for rule in study.fusions or [""]:
             name, _, settings = rule.partition(":")
-            chosen = [*study.settings, *(f"fusion.{s}" for s in settings.split(",") if s), *threats(attack, admission)]
+            chosen = [
+                *study.settings,
+                *(v.strip() for v in variant.split(";") if v),
+                *(f"fusion.{s}" for s in settings.split(",") if s),
+                *threats(attack, admission),
+            ]
             words: dict[str, Any] = {
                 "seed": seed,
                 "model": study.model,
@@ -107,7 +114,16 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             logical = make_config(method, data={"name": data}, split=shape, **words)
             config = make_config(method, data={"name": place}, split=shape, **words)
             check_cell(config)
-            yield Cell(config, key_of(logical), data, rule or "own", () if attack or admission else former_keys(logical), attack, admission)
+            yield Cell(
+                config,
+                key_of(logical),
+                data,
+                rule or "own",
+                () if attack or admission else former_keys(logical),
+                attack,
+                admission,
+                variant,
+            )
 
 
 def threats(attack: str, admission: str) -> list[str]:
@@ -259,9 +275,12 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "versions",
         "diverged",
         "attack_success",
+        "by_round",
     )
     own = result.get("per_client")
-    threat: dict[str, Any] = {name: value for name, value in (("attack", cell.attack), ("admission", cell.admission)) if value}
+    threat: dict[str, Any] = {
+        name: value for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant)) if value
+    }
     if "malicious" in result:
         refused = [one["malicious"] for one in result.get("refused", ())]
         threat |= {"malicious": len(result["malicious"]), "refused_malicious": sum(refused), "refused_honest": len(refused) - sum(refused)}

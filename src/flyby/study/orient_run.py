@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from flyby.data.splits import Split, make_split
 from flyby.engines import Job, engine_named
 from flyby.errors import BadInput, unknown
 from flyby.evaluation import accuracy, scores_of
-from flyby.files import file_digest, read_json, write_json, write_text
+from flyby.files import atomic_folder, file_digest, read_json, write_json, write_text
 from flyby.fusion import load_predictor, save_predictor
 from flyby.fusion.predictor import Predictor, Single
 from flyby.ledger import Ledger
@@ -107,7 +107,7 @@ def run_population(
     write_json(out / "extra.json", orient_report.sections(facts, variant, settings))
     result = {
         **describe(config, plans[0], split, bundle), "accuracy": sum(own.values()) / len(own), "per_client": own,
-        "local_per_client": {name: facts[name]["local"] for name in judged}, **threat, "per_class": orient_report.per_class(facts, split.class_names),
+        "local_per_client": {name: facts[name]["local"] for name in judged}, "by_round": {name: by_round(facts[name]) for name in judged}, **threat, "per_class": orient_report.per_class(facts, split.class_names),
         "model": ", ".join(dict.fromkeys(p.recipe.spec.name for p in plans)), "rounds": settings.rounds, "buffer": settings.buffer, "top": settings.top,
         "uploads": len(ledger.crossings), "bytes_up": ledger.total_bytes, "bytes_down": 0, "seconds": round(ended - started, 3),
         "timings": {k: round(v, 3) for k, v in timings.items()}, "engine": engine, "trained": len(missing), "peak_memory_mb": round(peak_memory_mb(), 1),
@@ -235,6 +235,11 @@ def _measure(node: Node, made: Personal, number: int, device: str) -> None:
     )  # fmt: skip
 
 
+def by_round(facts: dict[str, Any]) -> dict[str, Any]:
+    """A node's own-test accuracies: alone, and after every round its student's and its teacher's; with the number of images they stand on."""
+    return {"images": facts["test"], "local": facts["local"], **{who: [r[who] for r in facts["rounds"]] for who in ("student", "teacher")}}
+
+
 def _finish(node: Node, name: str, made: Personal, device: str, out: Path, variant: str) -> dict[str, Any]:
     scores, labels = scores_of(made.predictor, node.site.test.images, device), node.site.test.labels
     classes = len(node.site.class_names)
@@ -273,9 +278,9 @@ def _say(name: str, number: int, facts: dict[str, Any]) -> None:
 
 
 def orient_folder(
-    own_path: Path, inbox: Path, data: str, out: Path, *, variant: str = "fol", size: int | None = None, assignments: Sequence[str] = (),
+    own_path: Path, inbox: Path | Callable[[], Sequence[Path]], data: str, out: Path, *, variant: str = "fol", size: int | None = None, assignments: Sequence[str] = (),
     seed: int = 0, device: str = "auto", export: bool = True, trust: Path | None = None, require_signed: bool = False, ledger: Path | None = None,
-    quarantine: Path | None = None, max_bytes: int | None = None,
+    quarantine: Path | None = None, **limits: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """``flyby orient``: one real node, its own parcel, a folder of received ones (which come through a gate) and its own images; writes a deployable
     folder."""
@@ -289,18 +294,19 @@ def orient_folder(
     check_site(own, site, variant)
     values = dict(_assignment(text) for text in assignments)
     settings = build(OrientSettings, {**stage_defaults(site.size)[1], **values}, "orient")
-    gate = open_gate(
-        own.manifest.sender, out, trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, max_bytes=max_bytes
-    )
-    received, refused = read_inbox(inbox, gate, own)
+    files = inbox() if callable(inbox) else inbox  # a wait, once all else is known to be right
+    gate = open_gate(own.manifest.sender, out, trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, **limits)
+    received, refused = read_inbox(files, gate, own)
     made = orient(own, received, site, settings, seed, pick_device(device), variant=variant)
     scores = {row["sender"]: row["score"] for row in made.rows}
-    save_predictor(made.predictor, out, {"method": variant, "node": own.manifest.sender, "neighbours": len(made.rows) - 1}, export=export)
     facts = plain({"log": refused + gate.notes + made.log, "candidates": made.rows, **made.facts})
-    write_json(out / "orient.json", facts)
-    gate.ledger.save(out / "ledger.json")
+    with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
+        card = {"method": variant, "node": own.manifest.sender, "neighbours": len(made.rows) - 1}
+        save_predictor(made.predictor, folder, card, export=export)
+        write_json(folder / "orient.json", facts)
+        gate.ledger.save(folder / "ledger.json")
+        parcel.write(made.own, folder / f"{own.manifest.sender}.parcel")
     remember(gate, ledger)
-    parcel.write(made.own, out / f"{own.manifest.sender}.parcel")
     return {
         "out": str(out), "variant": variant, "node": own.manifest.sender, "received": len(received) + len(refused), "used": len(made.rows) - 1,
         "chosen": [row["sender"] for row in made.rows if row["chosen"]], "scores": scores, "log": facts["log"], "bytes_received": gate.ledger.total_bytes,

@@ -380,12 +380,14 @@ def _reproduce(runs: list[RunData]) -> str:
     commands = "\n".join(str(run.result["command"]) for run in runs if run.result.get("command"))
     # Word for word (spaces may sit inside quotes), but for half characters that no file could hold.
     block = f"<pre><code>{escape(commands.encode('utf-8', 'replace').decode())}</code></pre>" if commands else ""
-    facts: dict[str, list[str]] = {"Seed": [], "Split": [], "Versions": [], "Hardware": []}
+    facts: dict[str, list[str]] = {"Seed": [], "Split": [], "Versions": [], "Hardware": [], "Memory": []}
     for run in runs:
         facts["Seed"].append(clean(run.result.get("seed", "")))
         facts["Split"].append(f"{clean(run.result.get('split') or run.split.get('name') or '')} {run.split_hash}".strip())
         facts["Versions"].append(clean(", ".join(f"{name} {version}" for name, version in (run.result.get("versions") or {}).items())))
         facts["Hardware"].append(clean(run.result.get("hardware") or ""))
+        peak = run.result.get("peak_memory_mb")
+        facts["Memory"].append(f"{peak:,.0f} MB at the most" if page.is_number(peak) else "")
     lines = ""
     for heading, values in facts.items():
         each = "<br>".join(f"{page.strong(run.name)}: {page.text(value or page.NONE)}" for run, value in zip(runs, values, strict=True))

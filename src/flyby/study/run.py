@@ -26,6 +26,7 @@ from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import Part, part_of, site_of
 from flyby.data.splits import Split, make_split
 from flyby.engines import DataSettings, Job, engine_named, held
+from flyby.engines.processes import workers_peak_mb
 from flyby.errors import BadInput
 from flyby.evaluation import accuracy, own_accuracy, per_class, scores_of
 from flyby.files import digest, read_json, write_json, write_text
@@ -356,5 +357,6 @@ def hardware(device: str) -> str:
 
 
 def peak_memory_mb() -> float:
-    """The largest resident size of this process and of any worker it waited for."""
-    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
+    """The largest resident size of this process and, added to it, of each worker: an upper bound, since they share some pages."""
+    own = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
+    return own + workers_peak_mb()

@@ -13,8 +13,8 @@ from flyby.admission import Gate, Refused, remember
 from flyby.data.site import Part, part_of, whole_site
 from flyby.data.sources import load
 from flyby.errors import BadInput, unknown
-from flyby.files import sole_writer
-from flyby.fusion import Inbox, save_predictor
+from flyby.files import atomic_folder, sole_writer
+from flyby.fusion import Fusion, Inbox, save_predictor
 from flyby.methods import fusion_named, objective_named
 from flyby.settings import build, parse_assignment
 from flyby.signing import PrivateKey, check_sender, sign
@@ -62,6 +62,24 @@ def _replaceable(out: Path) -> None:
         raise BadInput(f"{out} holds something else than a fused model; name a new folder with --out")
 
 
+def fusion_of(rule: str, assignments: Iterable[str], out: Path) -> Fusion:
+    """The server rule with its settings, once it is known that its output may be written: all that can be wrong before any parcel is there."""
+    kind = fusion_named(rule)
+    _replaceable(out)
+    values = {}
+    for text in assignments:
+        key, value = parse_assignment(text)
+        name = key.removeprefix("fusion.")
+        if name not in kind.settings_type.model_fields:
+            raise (
+                unknown(f"{rule} setting", name, kind.settings_type.model_fields)
+                if kind.settings_type.model_fields
+                else BadInput(f"{rule} has no settings")
+            )
+        values[name] = value
+    return kind(build(kind.settings_type, values, "fusion"))
+
+
 def fuse_parcels(
     paths: Sequence[Path],
     out: Path,
@@ -79,20 +97,7 @@ def fuse_parcels(
 ) -> dict[str, Any]:
     """``flyby fuse``: parcels to a deployable folder, each counted once in its ledger. All come through the ``gate``, which may hold some already;
     one that is refused ends it, unless ``min_sites`` says how many are enough. ``validation`` names labelled images to judge them by."""
-    kind = fusion_named(rule)
-    _replaceable(out)
-    values = {}
-    for text in assignments:
-        key, value = parse_assignment(text)
-        name = key.removeprefix("fusion.")
-        if name not in kind.settings_type.model_fields:
-            raise (
-                unknown(f"{rule} setting", name, kind.settings_type.model_fields)
-                if kind.settings_type.model_fields
-                else BadInput(f"{rule} has no settings")
-            )
-        values[name] = value
-    fusion = kind(build(kind.settings_type, values, "fusion"))
+    fusion = fusion_of(rule, assignments, out)
     gate = gate or Gate(receiver=SERVER)
     for place, path in enumerate(paths):
         if path in paths[:place]:
@@ -102,7 +107,7 @@ def fuse_parcels(
     typical = gate.typical()
     images = load(proxy, size=typical.spec.size[0]).train if proxy else None
     judges = _judges(validation, typical) if validation else None
-    gate.settle(judges, pick_device(device), like=typical if judges else None, rule=None if kind.heterogeneous else rule)
+    gate.settle(judges, pick_device(device), like=typical if judges else None, rule=None if fusion.heterogeneous else rule)
     _enough(gate, min_sites)
     inbox = Inbox(one.source for one in gate.waiting)
     work = out.parent / f".{out.name}.server"
@@ -115,8 +120,9 @@ def fuse_parcels(
         "senders": ", ".join(m.sender for m in inbox.manifests[:20]),
         "samples": sum(inbox.samples),
     }
-    save_predictor(predictor, out, card, export=export)
-    gate.ledger.save(out / "ledger.json")
+    with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
+        save_predictor(predictor, folder, card, export=export)
+        gate.ledger.save(folder / "ledger.json")
     remember(gate, ledger)
     return {
         "out": str(out),

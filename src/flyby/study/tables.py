@@ -11,6 +11,7 @@ from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.methods import method_named
 from flyby.study.grid import Cell, Study, cells, read_rows, settled
+from flyby.study.orient_tables import node_tables
 
 Row = dict[str, Any]
 
@@ -56,7 +57,9 @@ def render(name: str, study: Study, results: Path, figures: list[Row] | None = N
         mine = [row for row in rows if _group(row) == group]
         data, model, clients, split, epochs = group
         lines += [f"## {data}: {model}, {clients} clients, `{split}` split, {epochs} epochs", ""]
-        if any(any(threat) for threat in threats.values()):
+        if all("by_round" in row for row in mine) and not any(any(threat) for threat in threats.values()):
+            lines += [*node_tables(mine, [f for f in figures if f["data"] == data and f["alpha"] in {row["alpha"] for row in mine}]), ""]
+        elif any(any(threat) for threat in threats.values()):
             lines += [*under_attack(mine, wanted, threats), ""]
         else:
             lines += [*_table(mine, wanted, [f for f in figures if f["data"] == data]), ""]
