@@ -490,7 +490,7 @@ def test_a_federation_over_tls(tmp_path: Path, halves: dict[str, Path], digits: 
                 NodeSettings(data=str(tmp_path / "nowhere"), site="broken"),
             )
             federation.add(NodeSettings(data=str(halves["south"]), site="stranger"), registered=False)
-            deadline = max(30, int(5 * brought_up))  # as slow as this machine is today
+            deadline = max(20, int(5 * brought_up))  # as slow as this machine is today
             killer = threading.Thread(target=kill_while_it_trains, args=(federation, "doomed"))
             killer.start()
             asked = Round(method="fedavg", fusion="ensemble", epochs=6, seed=3, sites=4, min_sites=2, deadline=f"{deadline}s", out=str(tmp_path / "quorum"), export=False)  # fmt: skip

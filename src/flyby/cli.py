@@ -22,7 +22,7 @@ import typer
 
 from flyby import __version__
 from flyby.commands import audit, bench, flower, keys
-from flyby.commands.common import Deadline, Device, Expect, Json, Poll, Quiet, Set, Size, say
+from flyby.commands.common import Compiled, Deadline, Device, Expect, Json, Poll, Quiet, Set, Size, compiling, say
 from flyby.commands.keys import KeyFile, LedgerFile, MaxBytes, MaxParcels, MaxTotal, Quarantine, RequireSigned, TrustFile
 from flyby.errors import BadInput, FlybyError
 
@@ -101,6 +101,7 @@ def run(
     eval_nodes: Annotated[str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")] = None,
     engine: Annotated[str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")] = None,
     device: Device = "auto",
+    compiled: Compiled = None,
     size: Size = None,
     settings: Set = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
@@ -130,7 +131,7 @@ def run(
         raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
     configs = {
         name: make_config(
-            name, fusion=fusion, seed=seed, data={"name": data, "size": size}, model=model, epochs=epochs, assignments=settings or (), orient=meetings,
+            name, fusion=fusion, seed=seed, data={"name": data, "size": size}, model=model, epochs=epochs, assignments=compiling(settings, compiled), orient=meetings,
             split={"name": split, "clients": clients, "alpha": alpha, "min_size": min_size},
         )
         for name in names
@@ -167,6 +168,7 @@ def train(
     seed: Annotated[int, typer.Option(help="All sites must use the same.")] = 0,
     model: Annotated[str | None, typer.Option(help="Architecture; all sites the same, for rules that average.")] = None,
     device: Device = "auto",
+    compiled: Compiled = None,
     size: Size = None,
     settings: Set = None,
     quiet: Quiet = False,
@@ -179,7 +181,12 @@ def train(
 
     secret = read_private(key) if key else None
     config = make_config(
-        method, seed=seed, data={"name": data, "size": size, "holdout": 0.0}, model=model, epochs=epochs, assignments=settings or ()
+        method,
+        seed=seed,
+        data={"name": data, "size": size, "holdout": 0.0},
+        model=model,
+        epochs=epochs,
+        assignments=compiling(settings, compiled),
     )
     name = site or (secret and secret.sender) or out.stem
     manifest, written = train_parcel(config, out, name, device=device, quiet=quiet, key=secret)

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 
 PRELOAD = "flyby.engines.preload"
@@ -64,6 +65,7 @@ def worth_starting(engine: str | None, device: str) -> bool:
 @contextmanager
 def without_interrupts() -> Iterator[None]:
     """Processes started in here never see Ctrl-C, not even while they still import: it is the parent's to handle, which ends them."""
+    resource_tracker.ensure_running()  # were it started in here, it would lift the block
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby import __version__, graphs, parcel
@@ -62,8 +62,8 @@ class TrainSettings(PrivacySettings):
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    compile: Literal["auto", "off", "graph", "full"] = Field(
-        "auto", description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or neither (off)"
+    compile: Annotated[Literal["auto", "off", "graph", "full"], BeforeValidator(lambda v: "off" if v is False else v)] = Field(
+        "auto",  # YAML reads a bare ``off`` as False description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or neither (off)"
     )
     snapshots: int = Field(0, ge=0, description="keep the weights of every n-th epoch for offline study; never sent")
 

@@ -10,6 +10,9 @@ import typer
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON on stdout.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. train.lr=0.01 (repeatable).")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Compiled = Annotated[
+    str | None, typer.Option("--compile", help="How a GPU takes training steps: auto, off, graph or full; as train.compile.")
+]
 Size = Annotated[int | None, typer.Option(help="Resize images to this many pixels a side.")]
 Deadline = Annotated[str | None, typer.Option(metavar="DURATION", help="With --watch: wait no longer than this, e.g. 90s, 10m, 2h, 1d.")]
 Expect = Annotated[
@@ -22,3 +25,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stder
 def say(value: Any, as_json: bool, text: str) -> None:
     """Answer on stdout: the value as JSON, or a text for people."""
     print(json.dumps(value, indent=1) if as_json else text)
+
+
+def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:
+    """The assignments of --set, with that of --compile."""
+    return [*(settings or ()), *([f'train.compile="{compiled}"'] if compiled else [])]
