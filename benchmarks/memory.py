@@ -1,6 +1,6 @@
 """Peaks of host memory where they could hurt: seventy nodes of a data set as large as CIFAR-10, a thousand parcels fused, a thousand judged.
 
-    python benchmarks/memory.py                 # all three: some minutes, 0.2 GB of disk and, while it runs, 2 GB more for parcels
+    python benchmarks/memory.py                 # all three: some minutes, and 3 GB of disk while it runs
     python benchmarks/memory.py nodes --clients 70
 
 Each case runs in a process of its own; its peak is the largest sum of the resident memory of that process and all its children, sampled
@@ -132,8 +132,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=[], metavar="CASE", help="nodes, fedavg, experts; all of them by default")
     parser.add_argument("--clients", type=int, default=70)
-    parser.add_argument("--model", default="resnet18")
-    parser.add_argument("--width", type=float, default=0.25)
+    parser.add_argument("--model", default="cnn-small")
+    parser.add_argument("--width", type=float, default=1.0)
     parser.add_argument("--parcels", type=int, default=1000)
     parser.add_argument("--parcel-width", type=float, default=0.25, help="of resnet18: 0.25 makes parcels of 2.8 MB")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
