@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -29,15 +28,13 @@ def once(engine: str, words: argparse.Namespace, folder: Path) -> dict[str, Any]
         sys.executable, "-m", "flyby", "run", "--method", words.method, "--data", words.data, "--clients", str(words.clients), "--epochs", str(words.epochs),
         "--seed", "0", "--device", "cpu", "--engine", engine, "--out", str(folder), "--quiet", "--json",
     ]  # fmt: skip
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     wall = time.perf_counter() - started
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = json.loads(done.stdout)
     return {
         "process": wall, "run": result["seconds"], "training": result["timings"]["train"], "peak_mb": result["peak_memory_mb"],
-        "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "uploads": [p.read_bytes() for p in sorted((folder / "parcels").glob("*.parcel"))],
+        "uploads": [p.read_bytes() for p in sorted((folder / "parcels").glob("*.parcel"))],
     }  # fmt: skip
 
 
@@ -70,10 +67,9 @@ def main() -> None:
         left, right = (statistics.median(row[key] for row in found[engine]) for engine in ENGINES)
         ratios[key] = statistics.median(a[key] / b[key] for a, b in zip(*found.values(), strict=True))
         print(f"| {key:<9} | {left:>7.2f} s | {right:>7.2f} s | {ratios[key]:>5.2f} |")
-    cpu = {engine: round(statistics.median(row["cpu"] for row in rows), 2) for engine, rows in found.items()}
     peaks = {engine: max(row["peak_mb"] for row in rows) for engine, rows in found.items()}
-    print(f"\nsame uploads, byte for byte: {'yes' if same else 'NO'}; CPU seconds {cpu}; peak MB {peaks}")
-    print(json.dumps({"ratios": {k: round(v, 3) for k, v in ratios.items()}, "same_uploads": same, "cpu_seconds": cpu, "peak_mb": peaks}))
+    print(f"\nsame uploads, byte for byte: {'yes' if same else 'NO'}; peak MB {peaks}")
+    print(json.dumps({"ratios": {k: round(v, 3) for k, v in ratios.items()}, "same_uploads": same, "peak_mb": peaks}))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,9 @@ class TrainSettings(PrivacySettings):
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    # YAML reads a bare ``off`` as False.
     compile: Annotated[Literal["auto", "off", "graph", "full"], BeforeValidator(lambda v: "off" if v is False else v)] = Field(
-        "auto",  # YAML reads a bare ``off`` as False description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or neither (off)"
+        "auto", description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or neither (off)"
     )
     snapshots: int = Field(0, ge=0, description="keep the weights of every n-th epoch for offline study; never sent")
 
