@@ -32,6 +32,7 @@ import matplotlib.figure  # noqa: F401
 import numpy as np
 from sklearn.datasets import load_digits
 
+import flyby.engines.preload
 import flyby.study.orient_run
 import flyby.study.report
 import flyby.study.single  # noqa: F401
