@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before the imports: a process with threads cannot be forked
 
+import matplotlib.backends.backend_svg
 import matplotlib.figure  # noqa: F401
 import numpy as np
 from sklearn.datasets import load_digits

@@ -3,7 +3,7 @@
 For each single weight, the sites' values theta_1 .. theta_K are sorted, the share ``trim`` is dropped at each end, and the rest is averaged:
 ``trim`` 0.5 leaves the median, 0 the plain mean. One site with wild weights can then do little harm.
 
-    python examples/my_method.py run --method fedavg,median --data digits --clients 5 --alpha 100 --epochs 10 --out runs/median
+    python examples/my_method.py run --method fedavg,middle --data digits --clients 5 --alpha 100 --epochs 10 --out runs/middle
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MedianSettings(FusionSettings):
 class Median(Fusion):
     """The coordinate-wise (trimmed) median of the sites' weights."""
 
-    name = "median"
+    name = "middle"
     paper = "Yin et al., ICML 2018"
     about = "coordinate-wise median of weights and BatchNorm buffers"
     settings_type = MedianSettings
@@ -54,7 +54,7 @@ def middle(values: Tensor, trim: float) -> Tensor:
 
 
 FUSIONS[Median.name] = Median
-METHODS["median"] = Method("median", "supervised", "median", "cross-entropy at the sites, median of their weights", Median.paper)
+METHODS["middle"] = Method("middle", "supervised", "middle", "cross-entropy at the sites, median of their weights", Median.paper)
 
 if __name__ == "__main__":
     main()

@@ -91,7 +91,7 @@ def example() -> Iterator[ModuleType]:
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example, run as its page says, only shorter."""
     out = tmp_path_factory.mktemp("median") / "out"
-    options = "run --method fedavg,median --data digits --clients 3 --alpha 100 --epochs 4 --model mlp --engine inline -q --out"
+    options = "run --method fedavg,middle --data digits --clients 3 --alpha 100 --epochs 4 --model mlp --engine inline -q --out"
     subprocess.run([sys.executable, str(EXAMPLE), *options.split(), str(out)], check=True, timeout=300, capture_output=True)
     return out
 
@@ -112,30 +112,30 @@ def test_the_middle_of_the_sites_values(example: ModuleType) -> None:
 
 
 def test_the_example_learns_beside_fedavg_on_the_same_uploads(compared: Path) -> None:
-    results = {name: json.loads((compared / name / "result.json").read_text()) for name in ("fedavg", "median")}
+    results = {name: json.loads((compared / name / "result.json").read_text()) for name in ("fedavg", "middle")}
     assert all(result["accuracy"] > 0.7 for result in results.values())
-    assert [results[name]["trained"] for name in ("fedavg", "median")] == [3, 0]
-    assert (results["median"]["fusion"], results["median"]["uploads"]) == ("median", 3)
+    assert [results[name]["trained"] for name in ("fedavg", "middle")] == [3, 0]
+    assert (results["middle"]["fusion"], results["middle"]["uploads"]) == ("middle", 3)
     ours, theirs = (json.loads((compared / name / "ledger.json").read_text()) for name in results)
     assert ours == theirs
-    assert "median" in (compared / "report.html").read_text()
+    assert "middle" in (compared / "report.html").read_text()
 
 
 def test_one_wild_site_harms_the_mean_and_not_the_median(compared: Path, example: ModuleType, digits: DataBundle) -> None:
     assert digits.test is not None
-    honest = [parcel.read(path) for path in sorted((compared / "median" / "parcels").glob("*.parcel"))]
+    honest = [parcel.read(path) for path in sorted((compared / "middle" / "parcels").glob("*.parcel"))]
     wild = {name: -10 * v if v.is_floating_point() and "running_var" not in name else v for name, v in honest[0].weights.items()}
     box = Inbox([made("site-0", spec=honest[0].manifest.spec, weights=wild), *honest[1:]])
     found = {}
-    for rule in ("fedavg", "median"):
+    for rule in ("fedavg", "middle"):
         scores, part = evaluate_dataset(FUSIONS[rule]().fuse(box), digits.test)
         found[rule] = accuracy(scores, part.labels)
     assert found["fedavg"] < 0.2
-    assert found["median"] > 0.6
+    assert found["middle"] > 0.6
 
 
 def test_the_example_is_registered_and_its_settings_are_checked(example: ModuleType) -> None:
-    assert FUSIONS["median"] is example.Median
+    assert FUSIONS["middle"] is example.Median
     with pytest.raises(ValueError, match=r"less than or equal to 0\.5"):
         example.MedianSettings(trim=0.6)
 

@@ -81,6 +81,7 @@ def _start(events: Any, environment: dict[str, str]) -> None:
     _events = events
     os.environ.update(environment)  # the fork server's are from when it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's way to end a worker: no handler that came with the fork may delay it
     one_thread()
     threading.Thread(target=_follow, daemon=True).start()
 

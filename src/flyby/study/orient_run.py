@@ -61,8 +61,9 @@ def run_population(
     """``flyby run`` for the FOL methods, in a locked folder; returns the result that is also in ``result.json``."""
     from flyby.study.report import write_report
 
-    if config.fusion_name is not None:
-        raise BadInput(f"{config.method} has no server, so --fusion means nothing to it; leave it out")
+    if config.fusion_name is not None or config.admission != "none":
+        word = "--fusion" if config.fusion_name is not None else "admission"
+        raise BadInput(f"{config.method} has no server, so {word} means nothing to it; leave it out")
     started = time.perf_counter()
     bundle = config.data.load(progress=not quiet)
     settings, plans = plan_fleet(config, bundle)
