@@ -76,6 +76,10 @@ def test_digits_are_scikit_learns_scaled_to_bytes() -> None:
         assert set(bundle.train.images[:, :, :, 0][reference.images == grey]) == {byte}
 
 
+def test_digits_at_their_own_size_stay_as_they_are() -> None:
+    assert sources.load("digits", size=8).train.digest == sources.load("digits").train.digest
+
+
 def test_digits_32_is_digits_at_size_32() -> None:
     small, large = sources.load("digits"), sources.load("digits-32")
     assert large.train.images.shape == (1797, 32, 32, 3)

@@ -500,7 +500,7 @@ def test_a_skeleton_is_quick_and_weightless() -> None:
     skeleton = spec.skeleton()
     assert all(t.is_meta for t in skeleton.state_dict().values())
     best = min(_seconds(spec.skeleton) for _ in range(5))
-    assert best < 0.05
+    assert best < min(_seconds(spec.build) for _ in range(3)) / 2, "no weight is made"
 
 
 def _seconds(work: Any) -> float:

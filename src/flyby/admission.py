@@ -353,10 +353,13 @@ def open_gate(
 
 def remember(gate: Gate, ledger: Path | None) -> None:
     """Adds what was admitted to the ledger that is kept across fusions, where there is one."""
-    if ledger is not None and gate.standing is not None:
+    if ledger is None or gate.standing is None:
+        return
+    with files.sole_writer(ledger):  # read again under the lock: another fusion may have added to it meanwhile
+        standing = Ledger.load(ledger) if ledger.exists() else Ledger()
         for crossing in gate.ledger.crossings:
-            gate.standing.record(crossing.sender, crossing.receiver, crossing.bytes, crossing.digest)
-        gate.standing.save(ledger)
+            standing.record(crossing.sender, crossing.receiver, crossing.bytes, crossing.digest)
+        standing.save(ledger)
 
 
 # -- reading, in steps

@@ -299,8 +299,8 @@ def by_column(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, 
     floor = _floor(settings, 1)
     kept: dict[str, Indices] = {}
     for value in sorted(members):
-        # A site's name goes into file names and parcels, so what those do not take becomes a hyphen.
-        name = re.sub(r"[^A-Za-z0-9._:@+-]", "-", value)[:128] or "-"
+        # A site's name goes into file names and parcels, so what those do not take, a dot at the beginning among it, becomes a hyphen.
+        name = re.sub(r"[^A-Za-z0-9._:@+-]|^\.", "-", value)[:128] or "-"
         if len(members[value]) >= floor:
             if name in kept:
                 raise BadInput(f"two values of the column would both be named {name!r}, one of them {value!r}; rename one of them")
