@@ -72,8 +72,10 @@ def test_rounds_with_new_sites_are_not_measured() -> None:
 
 
 class NoStream:
+    made = 0
+
     def __init__(self, *_: Any) -> None:
-        pass
+        NoStream.made += not _
 
     def __enter__(self) -> None:
         return None
@@ -87,6 +89,8 @@ def test_sites_take_turns_and_an_error_closes_the_others(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "stream", NoStream)
     monkeypatch.setattr(inline, "_room", lambda going: True)
+    monkeypatch.setattr(NoStream, "made", 0)
+    monkeypatch.setattr(inline, "MOST", 4)
     open_now: set[int] = set()
     most = 0
 
@@ -109,6 +113,7 @@ def test_sites_take_turns_and_an_error_closes_the_others(monkeypatch: pytest.Mon
     inline.run_side_by_side(list(range(12)), seen.append)  # type: ignore[arg-type]
     assert sorted(seen) == [(job, epoch) for job in range(12) for epoch in range(8)]
     assert most > 1
+    assert NoStream.made <= 4, "a stream is used again by the next site"
     with pytest.raises(ValueError, match="no"):
         inline.run_side_by_side([95, 96, 97, 98], seen.append)  # type: ignore[arg-type, list-item]
     assert not open_now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,6 @@ class Captured:
         self.rngs = tuple(rngs)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
-        self.stream: torch.cuda.Stream | None = None
         self.calls = 0
         self.refused = ""
 
@@ -55,13 +55,11 @@ class Captured:
 
     def _aside(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
         """On the stream that will be recorded: autograd goes on using the stream on which it saw a parameter first."""
-        if self.stream is None:
-            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        here = torch.cuda.current_stream()
-        self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
+        here, aside = torch.cuda.current_stream(), _stream(torch.cuda.current_device())
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
             function(*inputs)
-        here.wait_stream(self.stream)
+        here.wait_stream(aside)
 
     def _record(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -69,10 +67,8 @@ class Captured:
         for rng in self.rngs:
             graph.register_generator_state(rng)
         torch.cuda.synchronize()
-        if (
-            torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved()
-        ):  # a recording takes fresh memory, and cannot ask for what lies unused
-            torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
+            torch.cuda.empty_cache()  # a recording takes fresh memory, and cannot ask for what lies unused
 
         def recording(*tensors: Tensor) -> None:
             graph.capture_begin(capture_error_mode="thread_local")
@@ -86,6 +82,7 @@ class Captured:
                 self._aside(recording, self.inputs)
         except RuntimeError as error:
             self.refused = str(error).splitlines()[0]
+            _stream.cache_clear()  # what broke off on the old one is nobody's business
             for rng in (*self.rngs, torch.cuda.default_generators[torch.cuda.current_device()]):
                 _released(rng)
         else:
@@ -98,6 +95,12 @@ def set_learning_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings: the allocator keeps memory apart for every stream it ever saw."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _released(rng: torch.Generator) -> None:

@@ -69,10 +69,12 @@ class Going:
 def run_side_by_side(jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> None:
     """Every site on a stream of its own; while the device does one site's epoch, the next one's is sent after it."""
     waiting, going, crew = deque(jobs), list[Going](), Crew()
+    idle: list[Any] = []  # streams are used again: the allocator keeps memory apart for every one it ever saw
     try:
         while waiting or going:
             while waiting and len(going) < crew.size:
-                going.append(Going(performing(waiting.popleft(), on_epoch), torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+                stream = idle.pop() if idle else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                going.append(Going(performing(waiting.popleft(), on_epoch), stream))
             begun, samples = time.perf_counter(), 0
             full = len(going) == crew.size and all(one.epochs > 1 for one in going)
             for one in list(going):
@@ -82,6 +84,7 @@ def run_side_by_side(jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> No
                         one.epochs += 1
                     except StopIteration:
                         going.remove(one)
+                        idle.append(one.stream)
                         full = False
             crew.note(samples, time.perf_counter() - begun, full, _room(len(going)))
     finally:
