@@ -30,7 +30,7 @@ from flyby.data.dataset import DataBundle
 from flyby.deploy.app_folder import write_app
 from flyby.deploy.client import PARCEL, SERIAL, SITE, answer, reason
 from flyby.deploy.credentials import write_certificates, write_node_keys
-from flyby.deploy.local import Federation
+from flyby.deploy.local import Federation, interruptible
 from flyby.deploy.round import NodeSettings, Round, joined, read_node, read_round
 from flyby.deploy.server import Roll, collect, conduct, prepare
 from flyby.deploy.trial import judged, named
@@ -649,3 +649,21 @@ def test_up_refuses_in_one_line(tmp_path: Path) -> None:
 def test_without_flower_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'flyby[flower]'" in one_line(call("flower", "up", "--out", tmp_path / "x"))
+
+
+def test_an_interrupt_that_was_dropped_on_the_way_is_heard_at_the_end() -> None:
+    """An exception in a finaliser goes nowhere; that it came must not be forgotten."""
+    reached = []
+
+    def work() -> None:
+        with interruptible():
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+            reached.append(1)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == [1]
+    assert signal.getsignal(signal.SIGTERM) is before

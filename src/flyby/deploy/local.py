@@ -255,12 +255,17 @@ def _uninterrupted() -> Iterator[None]:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """A ``kill`` counts as Ctrl-C in here, so that it too takes everything down."""
+    asked = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
         raise KeyboardInterrupt
 
     with _handling(interrupt):
         yield
+    if asked:  # it fell into a finaliser, where Python drops exceptions: late, but not unheard
+        raise KeyboardInterrupt
 
 
 @contextmanager
