@@ -35,6 +35,7 @@ from flyby.files import write_text
 HOST = "127.0.0.1"
 STARTUP = 180.0  # seconds within which a SuperLink or a SuperNode must be listening, on a busy machine too
 PATIENCE = 10.0  # seconds that processes get to end by themselves
+AGAIN = 0.5  # seconds until an interrupt that was not heard is tried again
 PORTS = 3  # tries at a free port: another program may take it between our asking and Flower's binding
 LIBC = ctypes.CDLL(None)
 SETTINGS = {
@@ -260,22 +261,26 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
+        signal.setitimer(signal.ITIMER_REAL, AGAIN)  # where Python drops an exception (in a finaliser, at a fork), the next one is heard
         raise KeyboardInterrupt
 
     with _handling(interrupt):
         yield
-    if asked:  # it fell into a finaliser, where Python drops exceptions: late, but not unheard
+    if asked:
         raise KeyboardInterrupt
 
 
 @contextmanager
 def _handling(handler: Any) -> Iterator[None]:
     try:
-        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+        signal.setitimer(signal.ITIMER_REAL, 0)
     except ValueError:  # not the main thread: signals are not ours to handle
         before = {}
     try:
         yield
     finally:
+        if before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, old in before.items():
             signal.signal(number, old)
