@@ -1,0 +1,72 @@
+"""``flyby methods`` and ``flyby data``: what there is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from flyby.commands.common import Json
+
+
+def methods(as_json: Json = False) -> None:
+    """The methods there are, what crosses the wire in each, what their halves need and provide."""
+    from flyby.methods import catalogue
+
+    rows = catalogue()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    for row in rows:
+        for line in _card(row):
+            print(textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+    print("\nUploads: weights + extras for cnn-small (8x8 images, 10 classes). As data: flyby methods --json")
+
+
+def _card(row: dict[str, Any]) -> Iterator[str]:
+    """One method's facts in a few short lines. That weights are needed and provided goes without saying."""
+    yield f"{row['method']:<20} {row['about']}"
+    if row["exchanges"] == "nothing":
+        return
+    extra = f"{row['extra_bytes']} B" if row["extra_bytes"] < 1000 else f"{row['extra_bytes'] / 1e3:,.1f} kB"
+    needs, provides = (", ".join(name for name in row[key] if name != "weights") for key in ("needs", "provides"))
+    halves = f"{row['objective']} -> {row['fusion']}" if row["fusion"] else row["objective"]
+    data = "data-free" if row["data_free"] else "needs proxy images"
+    models = "models may differ" if row["mixed_architectures"] else "one architecture"
+    yield f"    {halves}; {row['exchanges']}, {row['weight_bytes'] / 1e3:,.0f} kB + {extra}; {data}; {models}"
+    yield f"    {f'needs {needs}; ' if needs else ''}provides {provides}"
+    if row["paper"]:
+        yield f"    {row['paper']}"
+
+
+def data_command(as_json: Json = False) -> None:
+    """The kinds of data there are and how to name them; the splits too."""
+    from flyby.data.sources import catalogue
+    from flyby.data.splits import SPLITS
+
+    sources = catalogue()
+    splits = [{"split": name, "rule": (rule.__doc__ or "").split("\n\n")[0].strip()} for name, rule in SPLITS.items()]
+    if as_json:
+        print(json.dumps({"sources": sources, "splits": splits}, indent=1))
+        return
+    _table(sources, False, tuple(sources[0]))
+    _table(splits, False, ("split", "rule"))
+
+
+def _table(rows: list[dict[str, Any]], as_json: bool, columns: tuple[str, ...]) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == columns[0])  # a name must stay one word, to be copied
+    for row in rows:
+        table.add_row(*(Text(str(row[c] if row[c] is not None else "-")) for c in columns))
+    Console().print(table)
