@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from flyby.models import ModelSpec
 from flyby.rng import generator
 from flyby.study import bench_growth
 from flyby.study.bench import COLUMNS, Rates, markdown, measure, table, works
-from flyby.study.bench_loops import Loop, Turn, Work
+from flyby.study.bench_loops import Loop, Turn, Work, end
 from flyby.study.bench_plain import Images, Script, contrast, contrastive_view, crop_and_mirror, resized_crop
 from helpers_cli import call, done, one_line, stripes
 
@@ -97,8 +101,64 @@ def test_a_loop_that_fails_says_which_and_why() -> None:
         with pytest.raises(FlybyError, match="the flyby loop of plain failed: BadInput: cnn-fol cannot take images of 8x8"):
             loop.ready()
     finally:
-        loop.end()
+        end([loop])
     assert not loop.process.is_alive()
+
+
+class Stubborn:
+    """A process that leaves only by the last way, and a pipe to it."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.asked, self.exitcode = way, [], None  # type: ignore[var-annotated]
+
+    def join(self, seconds: float) -> None: ...
+
+    def __getattr__(self, word: str) -> Any:
+        def ask() -> None:
+            self.asked.append(word)
+            if word == self.way:
+                self.exitcode = 0
+
+        return ask
+
+
+@pytest.mark.parametrize(("way", "asked"), [("is_alive", 1), ("terminate", 2), ("kill", 3)])
+def test_no_loop_outlives_the_bench(way: str, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flyby.study.bench_loops.PATIENCE", 0.01)
+    loop = object.__new__(Loop)
+    process = Stubborn(way)
+    loop.process, loop.pipe = process, Stubborn("close")  # type: ignore[assignment]
+    end([loop])
+    assert loop.pipe.asked == ["close"]  # type: ignore[attr-defined]
+    assert process.asked == ["is_alive", "terminate", "kill"][:asked]
+
+
+def test_an_interrupted_bench_ends_quietly(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "flyby",
+        "bench",
+        "--device",
+        "cpu",
+        "--model",
+        "mlp",
+        "--size",
+        "8",
+        "--seconds",
+        "60",
+        "--workers",
+        "2",
+    ]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(4)]
+        process.send_signal(signal.SIGINT)
+        out, rest = process.communicate(timeout=60)
+    assert said[0] == "bench: starting plain, limit\n"
+    assert rest.splitlines()[-1] == "flyby: interrupted"
+    assert "Traceback" not in rest
+    assert (process.returncode, out) == (130, "")
 
 
 def test_bad_words_are_one_line() -> None:

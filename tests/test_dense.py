@@ -22,13 +22,14 @@ from flyby.data.splits import SplitSettings, make_split
 from flyby.data.views import PLAIN
 from flyby.errors import BadInput, Diverged
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
+from flyby.fusion.batchnorm import Moments, distance, norms, relative, with_distance
 from flyby.fusion.coboosting import CoBoosting, CoBoostingSettings, hard_cross_entropy, signed_step
 from flyby.fusion.dense import DenseSettings, masked_disagreement
-from flyby.fusion.distill import Clock, Distillation, batches, kd, push
+from flyby.fusion.distill import Clock, Distillation, about_images, batches, kd, push
 from flyby.fusion.feddf import FedDF, FedDFSettings
 from flyby.fusion.intactofl import GatedPredictor, IntactOFL, IntactOFLSettings, gate_weights
 from flyby.fusion.predictor import Predictor, Single
-from flyby.fusion.synthesis import Pool, Synthesis, Teachers, as_unit, memory_of, mix, normalise, picture_grid, with_distance
+from flyby.fusion.synthesis import Pool, Synthesis, Teachers, as_unit, memory_of, mix, normalise, picture_grid
 from flyby.methods import METHODS, check_pair, objective_named
 from flyby.models import ModelSpec
 from flyby.models.generator import Generator
@@ -122,6 +123,38 @@ def test_the_batchnorm_loss_sums_over_all_layers_of_all_clients(resident: Any) -
     loss, distance, _ = Teachers(Inbox(parcels), "cpu", resident).pull(x, lambda x, logits: logits.sum() * 0, bn=0.5)
     assert float(distance) == pytest.approx(sum(each), rel=1e-4)
     assert float(loss) == pytest.approx(0.5 * sum(each), rel=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))])
+@pytest.mark.parametrize("shape", [(6, 5, 4, 3), (7, 5), (4, 8, 8, 8)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_moments_and_their_derivative_are_those_of_var_mean(device: str, shape: tuple[int, ...], dtype: torch.dtype, close: float) -> None:
+    x = (torch.randn(shape, generator=generator("moments")) * 2 + 3).to(device, dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+    x[:, 1] = 4.0  # a channel that is always the same
+    towards = [torch.randn(shape[1], generator=generator("towards", i)).to(device) for i in range(2)]
+    mine, plain = x.clone().requires_grad_(), x.double().requires_grad_()
+    var, mean = torch.var_mean(plain, [d for d in range(len(shape)) if d != 1], correction=0)
+    found = Moments.apply(mine)
+    for got, wanted in zip(found, (mean, var), strict=True):
+        assert got.dtype == torch.float32
+        assert torch.allclose(got.double(), wanted, rtol=1e-5, atol=1e-5)
+    sum((a * b).sum() for a, b in zip(found, towards, strict=True)).backward()
+    ((mean * towards[0]).sum() + (var * towards[1]).sum()).backward()
+    assert mine.grad.dtype == dtype
+    assert torch.allclose(mine.grad.double(), plain.grad, rtol=close, atol=close / 10)
+
+
+def test_without_a_weight_the_batchnorm_distance_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox = Inbox([made(0), made(1)])
+    for resident in ("all", "one"):
+        teachers = Teachers(inbox, "cpu", resident)  # type: ignore[arg-type]
+        wanted = teachers.pull(unit(), lambda x, logits: logits.square().sum(), 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr("flyby.fusion.synthesis.with_distance", None)
+            loss, distance, gradient = teachers.pull(unit(), lambda x, logits: logits.square().sum())
+        assert (float(loss), float(distance)) == (pytest.approx(float(wanted[0])), 0.0)
+        assert torch.allclose(gradient, wanted[2], atol=1e-6)
 
 
 def test_watching_leaves_no_hook_behind() -> None:
@@ -374,6 +407,46 @@ def test_models_without_batchnorm_skip_the_loss_and_say_so() -> None:
     fusion.fuse(Inbox([made(0), made(1)]))
     assert "L_BN" not in fusion.sections[-1]["text"]
     assert min(row[table["columns"].index("bn_distance")] for row in fusion.sections[-1]["table"]["rows"]) > 0
+
+
+def test_the_report_says_whether_the_ensemble_recognises_its_images() -> None:
+    fusion = small("dense", bn=0.0, adv=0.0, steps=60, generator_lr=0.05)
+    fusion.fuse(Inbox([made(0), made(1)]))
+    table = fusion.sections[-1]["table"]
+    assert "bn_distance" not in table["columns"], "what was not found is not said"
+    share = table["rows"][-1][table["columns"].index("recognised")]
+    assert share >= 0.5, "sixty steps for the class alone"
+    assert f"takes {share:.0%} of the last epoch's" in fusion.sections[0]["text"]
+    advice = "L_BN is 700 and outweighs the class term; a smaller fusion.bn lets the classes speak"
+    assert advice in about_images(9, {"recognised": 0.2, "bn_distance": 700.4})
+    for row in ({"recognised": 0.6, "bn_distance": 700.4}, {"recognised": 0.2}, {"recognised": 0.2, "bn_distance": 0.0}):
+        assert "fusion.bn" not in about_images(9, row)
+
+
+def test_the_relative_batchnorm_loss_is_that_of_normalised_outputs() -> None:
+    """Written out for every channel in double precision; a channel's scale does not matter, where the published distance grows with it."""
+    mean, var, running = torch.tensor([1.0, -2.0]), torch.tensor([4.0, 0.5]), torch.tensor([0.0, 1.0])
+    spread = torch.tensor([4.0, 0.25])
+    wanted = (1 / math.sqrt(4 + 1e-5) + 3 / math.sqrt(0.25 + 1e-5) + 0 + abs(math.log((0.5 + 1e-5) / (0.25 + 1e-5)))) / 2
+    assert float(relative(mean, var, running, spread)) == pytest.approx(wanted, rel=1e-5)
+    large = relative(100 * mean, 1e4 * var, 100 * running, 1e4 * spread)
+    assert float(large) == pytest.approx(wanted, rel=1e-3)
+    assert float(distance(100 * mean, 1e4 * var, 100 * running, 1e4 * spread)) > 90 * float(distance(mean, var, running, spread))
+    x, network = unit(), made(0).network()
+    each: list[float] = []
+    hooks = [
+        m.register_forward_pre_hook(
+            lambda m, i: each.append(
+                float(relative(*torch.var_mean(i[0], (0, 2, 3), correction=0)[::-1], m.running_mean, m.running_var).detach())
+            )
+        )
+        for m in norms(network)
+    ]
+    with_distance(network, x)
+    for hook in hooks:
+        hook.remove()
+    assert len(each) == 3
+    assert float(with_distance(network, x, relative)[1].detach()) == pytest.approx(sum(each) / 3, rel=1e-4), "the mean over the layers"
 
 
 @pytest.mark.parametrize("rule", DATA_FREE)

@@ -44,8 +44,9 @@ class Dense(Distillation):
         if self.workshop is None or self.workshop.teachers is not teachers:
             self.workshop = Synthesis(teachers, teachers.specs[0].classes, self._objective(pool, learner), self.settings)
         images, labels, noted = self.workshop.make(seed, "server", epoch)
-        pool.add(images, labels, teachers.logits(as_unit(images)))
-        return noted
+        logits = teachers.logits(as_unit(images))
+        pool.add(images, labels, logits)
+        return noted | {"recognised": float((mix(pool.weights, logits).argmax(1) == labels).float().mean())}
 
     def _objective(self, pool: Pool, learner: Learner) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         s = self.settings

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyby.fusion.base import FusionSettings, Inbox
+from flyby.fusion.batchnorm import Apart, distance, norms, relative, with_distance, without_distance
 from flyby.graphs import Captured, one_shape
 from flyby.models import ModelSpec, Network
 from flyby.models.generator import Generator
@@ -50,6 +50,7 @@ class SynthesisSettings(FusionSettings):
     ce: float = Field(1.0, ge=0)
     bn: float = Field(1.0, ge=0)
     bn_clients: Literal["sum", "mean"] = Field("sum", description="L_BN summed over the clients, or divided by their number")
+    bn_form: Literal["distance", "relative"] = Field("distance", description="L_BN as published, or relative to each channel's own spread")
     adv: float = Field(1.0, ge=0)
     adv_temperature: float = Field(1.0, gt=0)
 
@@ -66,31 +67,6 @@ def mix(weights: Tensor, logits: Tensor) -> Tensor:
     # Never in bfloat16: what is learned are small differences between these sums.
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         return torch.einsum("k,knc->nc" if weights.ndim == 1 else "nk,knc->nc", weights, logits)
-
-
-def norms(network: nn.Module) -> list[_BatchNorm]:
-    return [m for m in network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-
-
-def with_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The network's output, and sum_l ||mean_l - running mean_l|| + ||var_l - running var_l|| of what its BatchNorm layers saw."""
-    terms: list[Tensor] = []
-
-    def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen = inputs[0].float().transpose(0, 1).flatten(1)
-        var, mean = torch.var_mean(seen, 1, correction=0)
-        assert isinstance(module, _BatchNorm)
-        assert module.running_mean is not None
-        assert module.running_var is not None
-        terms.append(torch.linalg.vector_norm(mean - module.running_mean) + torch.linalg.vector_norm(var - module.running_var))
-
-    hooks = [module.register_forward_pre_hook(see) for module in norms(network)]
-    try:
-        out = network(x).float()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return out, torch.stack(terms).sum() if terms else out.new_zeros(())
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
@@ -144,32 +120,32 @@ class Teachers:
                 ]
             )
 
-    def pull(self, x: Tensor, objective: Objective, bn: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """L = objective(x, logits) + bn L_BN with its gradient at the images: (L, L_BN, dL/dx).
+    def pull(self, x: Tensor, objective: Objective, bn: float | None = None, apart: Apart = distance) -> tuple[Tensor, Tensor, Tensor]:
+        """L = objective(x, logits) + bn L_BN with its gradient at the images: (L, L_BN, dL/dx); without ``bn`` no L_BN is found at all.
 
         One network at a time, the chain rule is cut at the logits: they are found first without gradient, then each network pulls
         dL/df_k back to the images by itself.
         """
-        x = x.detach().requires_grad_()
+        x, (see, bn) = x.detach().requires_grad_(), (without_distance, 0.0) if bn is None else (with_distance, bn)
         if self.together:
             with autocast(self.precision, self.device):
-                outs, distances = zip(*(with_distance(net, normalise(x, net.spec)) for net in self.networks()), strict=True)
-                distance = torch.stack(distances).sum()
-                loss = objective(x, torch.stack(outs)) + bn * distance
+                outs, distances = zip(*(see(net, normalise(x, net.spec), apart) for net in self.networks()), strict=True)
+                total = torch.stack(distances).sum()
+                loss = objective(x, torch.stack(outs)) + bn * total
             (gradient,) = torch.autograd.grad(loss, x)
-            return loss.detach(), distance.detach(), gradient
+            return loss.detach(), total.detach(), gradient
         logits = self.logits(x).requires_grad_()
         with autocast(self.precision, self.device):
             loss = objective(x, logits)
         direct, pulls = torch.autograd.grad(loss, (x, logits), allow_unused=True)
         gradient = torch.zeros_like(x) if direct is None else direct
-        loss, distance = loss.detach(), torch.zeros((), device=x.device)
+        loss, total = loss.detach(), torch.zeros((), device=x.device)
         for network, wanted in zip(self.networks(), pulls, strict=True):
             with autocast(self.precision, self.device):
-                out, apart = with_distance(network, normalise(x, network.spec))
-            gradient += torch.autograd.grad((out * wanted).sum() + bn * apart, x)[0]
-            distance += apart.detach()
-        return loss + bn * distance, distance, gradient
+                out, off = see(network, normalise(x, network.spec), apart)
+            gradient += torch.autograd.grad((out * wanted).sum() + bn * off, x)[0]
+            total += off.detach()
+        return loss + bn * total, total, gradient
 
 
 def memory_of(spec: ModelSpec) -> tuple[int, int]:
@@ -227,14 +203,16 @@ class Synthesis:
             for _ in range(self.settings.steps):
                 self._step() if self.captured is None else self.captured(self._step)
         images = self.best.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
-        return images, self.targets.clone(), {"synthesis_loss": float(self.least), "bn_distance": float(self.distance)}
+        reached = {"synthesis_loss": float(self.least)}
+        return images, self.targets.clone(), reached | ({"bn_distance": float(self.distance)} if self.settings.bn else {})
 
     def _step(self) -> None:
-        bn = self.settings.bn / (len(self.teachers) if self.settings.bn_clients == "mean" else 1)
+        bn = self.settings.bn / (len(self.teachers) if self.settings.bn_clients == "mean" else 1) or None
+        apart = relative if self.settings.bn_form == "relative" else distance
         x = self.maker(self.z)
-        loss, distance, gradient = self.teachers.pull(x, lambda x, logits: self.objective(x, logits, self.targets), bn)
+        loss, off, gradient = self.teachers.pull(x, lambda x, logits: self.objective(x, logits, self.targets), bn, apart)
         better = loss < self.least  # decided on the device: nothing waits for it
-        for kept, new in ((self.best, x.detach()), (self.distance, distance), (self.least, loss)):
+        for kept, new in ((self.best, x.detach()), (self.distance, off), (self.least, loss)):
             kept.copy_(torch.where(better, new, kept))
         self.optimizer.zero_grad(set_to_none=True)
         x.backward(gradient)

@@ -67,8 +67,7 @@ def works(
 def measure(todo: Sequence[Work], seconds: float, rounds: int = ROUNDS, note: Callable[[str], None] = lambda _: None) -> Rates:
     """Turns of all loops, round by round; a loop has about ``seconds`` in all, and one epoch a round at the least."""
     turns: Rates = {}
-    note(f"starting {len(todo)} loops")
-    with loops(list(todo)) as running:
+    with loops(list(todo), note) as running:
         for number in range(rounds):
             note(f"round {number + 1} of {rounds}")
             for loop in running if number % 2 == 0 else running[::-1]:  # there and back: a drifting clock speed favours nobody

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from flyby.rng import generator
 from flyby.training import TrainSettings, autocast, fully_compiled, train_site
 
 Way = Literal["limit", "flyby", "script"]
+PATIENCE = 5.0  # seconds that loops have for leaving, in each of three ways
 WORK = {"plain": "supervised", "salt": "salt", "aurora": "aurora"}  # what is trained, and flyby's objective for it
 
 
@@ -160,15 +161,13 @@ class Baton:
         seconds = time.perf_counter() - self.started
         self.steps += steps
         self.losses.append(loss)
-        if self.budget is None:
-            self.pipe.send("ready")
-        elif seconds < self.budget:
+        if self.budget is not None and seconds < self.budget:
             return
-        else:
-            self.pipe.send(Turn(self.steps, self.steps * self.batch, seconds, sum(self.losses) / len(self.losses)))
+        turn = Turn(self.steps, self.steps * self.batch, seconds, sum(self.losses) / len(self.losses))
         try:
+            self.pipe.send("ready" if self.budget is None else turn)
             self.budget = self.pipe.recv()
-        except EOFError:  # the bench is over, or gone
+        except (EOFError, OSError):  # the bench is over, or gone
             raise Enough from None
         self.steps, self.losses, self.started = 0, [], time.perf_counter()
 
@@ -182,7 +181,8 @@ def serve(raw: str, pipe: Connection) -> None:
     except Enough:
         return
     except Exception as error:
-        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+        with suppress(OSError):
+            pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
 
 
 class Loop:
@@ -213,26 +213,38 @@ class Loop:
         self.pipe.send(seconds)
         return Turn(*self._hear())
 
-    def end(self) -> None:
-        self.pipe.close()  # the loop sees the end of its pipe and leaves, its DataLoader's workers with it
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.terminate()
+    def gone(self, seconds: float) -> bool:
+        self.process.join(seconds)
+        return self.process.exitcode is not None
 
 
 @contextmanager
-def loops(works: list[Work]) -> Iterator[list[Loop]]:
+def loops(works: list[Work], note: Callable[[str], None] = lambda _: None) -> Iterator[list[Loop]]:
     """All loops started and warmed up, one after another; ended with the block."""
-    forkserver.start()
+    if any(work.device == "cpu" for work in works):
+        forkserver.start()
     made: list[Loop] = []
     try:
         for work in works:
+            note(f"starting {work.work}, {work.way}")
             made.append(Loop(work))
             made[-1].ready()
         yield made
     finally:
-        for loop in made:
-            loop.end()
+        end(made)
+
+
+def end(made: Sequence[Loop]) -> None:
+    """A loop sees the end of its pipe after its epoch and leaves, its DataLoader's workers with it; one that does not is asked, then killed."""
+    for loop in made:
+        loop.pipe.close()
+    for word in ("is_alive", "terminate", "kill"):
+        left = [loop for loop in made if not loop.gone(0)]
+        for loop in left:
+            getattr(loop.process, word)()
+        deadline = time.monotonic() + PATIENCE
+        for loop in left:
+            loop.gone(max(0.0, deadline - time.monotonic()))
 
 
 def default_workers() -> int:
