@@ -33,7 +33,7 @@ from flyby.rng import generator, seed_of
 
 SPEAK_SECONDS, SAVE_SECONDS, SAVE_SHARE = 5.0, 5.0, 50.0  # between progress lines, between checkpoints, and times what the last one cost
 TABLE_ROWS = 10
-FEW = 0.5  # of the images; below, the report says what keeps the classes out of them
+FEW, MUCH = 0.5, 10.0  # where fewer images are recognised and L_BN weighs more than any cross-entropy, the report says so
 
 
 def known_student(name: str | None) -> str | None:
@@ -206,7 +206,11 @@ class Distillation(Fusion):
                     else f" L_BN is skipped: {who} BatchNorm layers."
                 )
             self.sections.append(
-                {"title": "Synthetic images", "text": about_images(len(pool), rows[-1]), "svg": picture_grid(pool.images[-64:])}
+                {
+                    "title": "Synthetic images",
+                    "text": about_images(len(pool), rows[-1], getattr(self.settings, "bn", 0.0)),
+                    "svg": picture_grid(pool.images[-64:]),
+                }
             )
         cells = [[row[c] if isinstance(row[c], int) else round(row[c], 4) for c in columns] for row in shown]
         self.sections.append({"title": f"Server work of {self.name}", "text": text, "table": {"columns": columns, "rows": cells}})
@@ -214,11 +218,14 @@ class Distillation(Fusion):
     synthetic: ClassVar[bool] = False
 
 
-def about_images(count: int, row: dict[str, Any]) -> str:
-    """What the report says of the images: whether the ensemble sees in them what they were made to show, and what to do where it does not."""
-    text = f"The last of {count} images made from the clients' models alone. The ensemble takes {row['recognised']:.0%} of the last epoch's for the class they were made to show."
-    if row["recognised"] < FEW and row.get("bn_distance", 0.0) > 0:
-        text += f" That is few: L_BN is {row['bn_distance']:.0f} and outweighs the class term; a smaller fusion.bn lets the classes speak."
+def about_images(count: int, row: dict[str, Any], bn: float) -> str:
+    """What the report says of the images: whether the ensemble sees in them what they were made to show, and what to do where L_BN is why it does not."""
+    text = (
+        f"The last of {count} images made from the clients' models alone. The ensemble takes {row['recognised']:.0%} of the last epoch's for the class "
+        "they were made to show."
+    )
+    if row["recognised"] < FEW and (weighed := bn * row.get("bn_distance", 0.0)) > MUCH:
+        text += f" That is few: L_BN weighs {weighed:.0f} and drowns the class term; a smaller fusion.bn, or fusion.bn_form=relative, lets the classes speak."
     return text
 
 
