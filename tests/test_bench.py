@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import statistics
 import subprocess
@@ -133,23 +134,8 @@ def test_no_loop_outlives_the_bench(way: str, asked: int, monkeypatch: pytest.Mo
     assert process.asked == ["is_alive", "terminate", "kill"][:asked]
 
 
-def test_an_interrupted_bench_ends_quietly(tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "flyby",
-        "bench",
-        "--device",
-        "cpu",
-        "--model",
-        "mlp",
-        "--size",
-        "8",
-        "--seconds",
-        "60",
-        "--workers",
-        "2",
-    ]
+def test_an_interrupted_bench_ends_quietly() -> None:
+    words = [sys.executable, *shlex.split("-m flyby bench --device cpu --model mlp --size 8 --seconds 60 --workers 2")]
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = [process.stderr.readline() for _ in range(4)]

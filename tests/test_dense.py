@@ -425,7 +425,7 @@ def test_the_report_says_whether_the_ensemble_recognises_its_images() -> None:
 
 
 def test_the_relative_batchnorm_loss_is_that_of_normalised_outputs() -> None:
-    """Written out for every channel in double precision; a channel's scale does not matter, where the published distance grows with it."""
+    """Two channels by hand; then a whole network, layer by layer. A channel's scale does not matter, where the published distance grows with it."""
     mean, var, running = torch.tensor([1.0, -2.0]), torch.tensor([4.0, 0.5]), torch.tensor([0.0, 1.0])
     spread = torch.tensor([4.0, 0.25])
     wanted = (1 / math.sqrt(4 + 1e-5) + 3 / math.sqrt(0.25 + 1e-5) + 0 + abs(math.log((0.5 + 1e-5) / (0.25 + 1e-5)))) / 2

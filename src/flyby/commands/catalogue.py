@@ -52,21 +52,18 @@ def data_command(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps({"sources": sources, "splits": splits}, indent=1))
         return
-    _table(sources, False, tuple(sources[0]))
-    _table(splits, False, ("split", "rule"))
+    _table(sources)
+    _table(splits)
 
 
-def _table(rows: list[dict[str, Any]], as_json: bool, columns: tuple[str, ...]) -> None:
-    if as_json:
-        print(json.dumps(rows, indent=1))
-        return
+def _table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column == columns[0])  # a name must stay one word, to be copied
+    for i, column in enumerate(rows[0]):
+        table.add_column(column, overflow="fold", no_wrap=i == 0)  # a name must stay one word, to be copied
     for row in rows:
-        table.add_row(*(Text(str(row[c] if row[c] is not None else "-")) for c in columns))
+        table.add_row(*(Text("-" if value is None else str(value)) for value in row.values()))
     Console().print(table)
