@@ -43,6 +43,15 @@ needs_flower = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reas
 WAIT = 300.0
 
 
+@pytest.fixture(autouse=True)
+def unmeasured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's own processes run without coverage. When sys.path changes, as it does when Flower loads an app, coverage takes out of sys.modules whatever
+    another thread is importing just then, and the import of torch ends in a KeyError once in a while."""
+    if request.node.get_closest_marker("slow"):
+        for name in ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"):
+            monkeypatch.delenv(name, raising=False)
+
+
 # -- what hosts need
 
 
