@@ -1,6 +1,7 @@
 """What AURORA's learned alignment costs over FAFI's plain SALT, per step, both in one run and interleaved.
 
-python benchmarks/aurora_overhead.py                # on a GPU: resnet18, 32x32, batch 512 x 2 views; on a CPU: cnn-small, batch 64
+python benchmarks/aurora_overhead.py                # on a GPU: resnet18, 32x32, batch 512 x 2 views; on a CPU:
+cnn-small, batch 64
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flyby.data.views import SALT, augment
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES
 from flyby.rng import generator
-from flyby.training import Step, TrainSettings, batches, make_optimizer, one_epoch
+from flyby.training.loop import Step, TrainSettings, batches, make_optimizer, one_epoch
 
 
 def main() -> None:
@@ -34,9 +35,10 @@ def main() -> None:
     torch.set_num_threads(1)
     n = asked.batch * asked.steps
     rng = generator("overhead")
-    part = Part(torch.randint(0, 256, (n, 32, 32, 3), dtype=torch.uint8, generator=rng), torch.randint(0, 10, (n,), generator=rng)).to(
-        device
-    )
+    part = Part(
+        torch.randint(0, 256, (n, 32, 32, 3), dtype=torch.uint8, generator=rng),
+        torch.randint(0, 10, (n,), generator=rng),
+    ).to(device)
     site = Site("bench", part, part, part, tuple("0123456789"))
     settings = TrainSettings(clip=1.0, batch=asked.batch)
     loops = {}
@@ -49,7 +51,11 @@ def main() -> None:
         objective = kind(chosen).to(device)
         objective.prepare(model, site, 0)
         view = partial(
-            augment, settings=SALT, mean=spec.statistics(device)[0], std=spec.statistics(device)[1], rng=generator("views", device=device)
+            augment,
+            settings=SALT,
+            mean=spec.statistics(device)[0],
+            std=spec.statistics(device)[1],
+            rng=generator("views", device=device),
         )
         optimizer = make_optimizer(model, objective, settings)
         step = Step(model, objective, optimizer, part, view, settings, 2, (view.keywords["rng"],))
@@ -70,11 +76,20 @@ def main() -> None:
             seconds[name].append(epoch())
     medians = {name: statistics.median(v) for name, v in seconds.items()}
     ratio = statistics.median(a / s for a, s in zip(seconds["aurora"], seconds["salt"], strict=True))
-    print(json.dumps({
-        "device": torch.cuda.get_device_name() if cuda else "cpu", "model": asked.model, "batch": asked.batch, "views": 2,
-        "milliseconds_per_step": {k: round(1e3 * v, 3) for k, v in medians.items()},
-        "samples_per_second": {k: round(asked.batch / v) for k, v in medians.items()}, "aurora_over_salt": round(ratio, 4),
-    }, indent=1))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "device": torch.cuda.get_device_name() if cuda else "cpu",
+                "model": asked.model,
+                "batch": asked.batch,
+                "views": 2,
+                "milliseconds_per_step": {k: round(1e3 * v, 3) for k, v in medians.items()},
+                "samples_per_second": {k: round(asked.batch / v) for k, v in medians.items()},
+                "aurora_over_salt": round(ratio, 4),
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Engine ``processes`` against ``inline``: the same ``flyby run``, from the start of the process to its end, in both orders, in one run.
+"""Engine ``processes`` against ``inline``: the same ``flyby run``, from the start of the process to its end, in both
+orders, in one run.
 
     python benchmarks/engines.py                          # eight clients of digits under fafi, 20 epochs
     python benchmarks/engines.py --clients 4 --epochs 60 --repeats 5
 
-Three ratios: of the whole process (imports, report and all), of the run as result.json has it, and of the training alone. The uploads of
-both engines are compared byte for byte. Use it on a machine that does nothing else.
+Three ratios: of the whole process (imports, report and all), of the run as result.json has it, and of the training
+alone. The uploads of both engines are compared byte for byte. Use it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -25,17 +26,42 @@ ENGINES = ("inline", "processes")
 
 def once(engine: str, words: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "flyby", "run", "--method", words.method, "--data", words.data, "--clients", str(words.clients), "--epochs", str(words.epochs),
-        "--seed", "0", "--device", "cpu", "--engine", engine, "--out", str(folder), "--quiet", "--json",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "flyby",
+        "run",
+        "--method",
+        words.method,
+        "--data",
+        words.data,
+        "--clients",
+        str(words.clients),
+        "--epochs",
+        str(words.epochs),
+        "--seed",
+        "0",
+        "--device",
+        "cpu",
+        "--engine",
+        engine,
+        "--out",
+        str(folder),
+        "--quiet",
+        "--json",
+    ]
     started = time.perf_counter()
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     wall = time.perf_counter() - started
     result = json.loads(done.stdout)
     return {
-        "process": wall, "run": result["seconds"], "training": result["timings"]["train"], "peak_mb": result["peak_memory_mb"],
+        "process": wall,
+        "run": result["seconds"],
+        "training": result["timings"]["train"],
+        "peak_mb": result["peak_memory_mb"],
         "uploads": [p.read_bytes() for p in sorted((folder / "parcels").glob("*.parcel"))],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -59,9 +85,13 @@ def main() -> None:
             )
     same = all(row["uploads"] == found["inline"][0]["uploads"] for rows in found.values() for row in rows)
     print(
-        f"{words.method} on {words.data}, {words.clients} clients, {words.epochs} epochs; {os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}\n"
+        f"{words.method} on {words.data}, {words.clients} clients, {words.epochs} epochs; {os.cpu_count()} CPU cores,"
+        f" load {os.getloadavg()[0]:.1f}\n"
     )
-    print(f"| {'':<9} | {'inline':>9} | {'processes':>9} | {'ratio':>5} |\n| {'-' * 9} | {'-' * 8}: | {'-' * 8}: | {'-' * 4}: |")
+    print(
+        f"| {'':<9} | {'inline':>9} | {'processes':>9} | {'ratio':>5} |\n| {'-' * 9} | {'-' * 8}: | {'-' * 8}: |"
+        f" {'-' * 4}: |"
+    )
     ratios = {}
     for key in ("process", "run", "training"):
         left, right = (statistics.median(row[key] for row in found[engine]) for engine in ENGINES)

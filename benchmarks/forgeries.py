@@ -1,4 +1,5 @@
-"""Parcels that are not what they should be: honest ones, blind damage to them, and a forger's, with every length and hash made right again."""
+"""Parcels that are not what they should be: honest ones, blind damage to them, and a forger's, with every length and
+hash made right again."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-from flyby import files, parcel
-from flyby.codecs import CODECS, DTYPES
+from flyby import files
 from flyby.models.heads import HEADS
 from flyby.models.networks import ARCHITECTURES
 from flyby.models.spec import ModelSpec
+from flyby.parcels import parcel
+from flyby.parcels.codecs import CODECS, DTYPES
 
 START = 28  # bytes before the manifest
 HUGE = {"fc1": 65536, "fc2": 65536}  # a network of 16 GiB
@@ -41,25 +43,53 @@ def honest() -> list[bytes]:
     """Small parcels of every codec and head, with and without extras and a signature."""
     kinds = [
         {"name": "mlp", "widths": {"fc1": 3, "fc2": 2}, "size": (2, 2)},
-        {"name": "mlp", "widths": {"fc1": 2, "fc2": 5}, "size": (1, 3), "head": "prototype", "logit_scale": True, "projector": (3, 4)},
-        {"name": "cnn-small", "widths": {"conv1": 1, "conv2": 2, "conv3": 3}, "size": (4, 4), "head": "etf", "mean": (0.4,), "std": (0.3,)},
+        {
+            "name": "mlp",
+            "widths": {"fc1": 2, "fc2": 5},
+            "size": (1, 3),
+            "head": "prototype",
+            "logit_scale": True,
+            "projector": (3, 4),
+        },
+        {
+            "name": "cnn-small",
+            "widths": {"conv1": 1, "conv2": 2, "conv3": 3},
+            "size": (4, 4),
+            "head": "etf",
+            "mean": (0.4,),
+            "std": (0.3,),
+        },
     ]
     found = []
     for number, codec in enumerate(CODECS):
         for kind in kinds:
             spec = ModelSpec(classes=2 + number % 2, channels=1, **kind)  # type: ignore[arg-type]
             sent = parcel.make(
-                sender=f"site-{number}", method="fuzz", spec=spec, class_names=[f"class {i}" for i in range(spec.classes)], samples=5 * spec.classes,
-                weights=spec.build(torch.Generator().manual_seed(number)).state_dict(), counts=[5] * spec.classes, codec=codec,
-                extras={"a": torch.arange(3.0), "held": torch.tensor([True, False]), "none": torch.empty(0, 2)} if number % 2 else {},
-                meta={"lambda": 3.2, "mixed": [1, 1.0, True, None, "é"]}, provenance={"seed": 7, "train": {"lr": 0.05}},
-            )  # fmt: skip
-            found.append(parcel.to_bytes(parcel.Parcel(sent.manifest, sent.weights, sent.extras, b"signature" * (number % 3))))
+                sender=f"site-{number}",
+                method="fuzz",
+                spec=spec,
+                class_names=[f"class {i}" for i in range(spec.classes)],
+                samples=5 * spec.classes,
+                weights=spec.build(torch.Generator().manual_seed(number)).state_dict(),
+                counts=[5] * spec.classes,
+                codec=codec,
+                extras=(
+                    {"a": torch.arange(3.0), "held": torch.tensor([True, False]), "none": torch.empty(0, 2)}
+                    if number % 2
+                    else {}
+                ),
+                meta={"lambda": 3.2, "mixed": [1, 1.0, True, None, "é"]},
+                provenance={"seed": 7, "train": {"lr": 0.05}},
+            )
+            found.append(
+                parcel.to_bytes(parcel.Parcel(sent.manifest, sent.weights, sent.extras, b"signature" * (number % 3)))
+            )
     return found
 
 
 class Forgery:
-    """A parcel taken apart; :meth:`bytes` puts it together again with every length and hash right, whatever was done to its parts."""
+    """A parcel taken apart; :meth:`bytes` puts it together again with every length and hash right, whatever was done to
+    its parts."""
 
     def __init__(self, data: bytes) -> None:
         _, _, manifest, signature, payload = struct.unpack_from("<HHIIQ", data, 8)
@@ -86,11 +116,19 @@ class Forgery:
     def bytes(self) -> bytes:
         text = self.manifest_text
         if text is None:
-            text = json.dumps(self.manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+            text = json.dumps(self.manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
+                "utf-8", "surrogatepass"
+            )
         table = {"__metadata__": {"manifest": hashlib.sha256(text).hexdigest()}, **self.table}
         header = self.table_text(json.dumps(table, separators=(",", ":")).encode())
         payload = struct.pack("<Q", len(header)) + header + b"".join(self.data.values())
-        return parcel.MAGIC + struct.pack("<HHIIQ", 1, 0, len(text), len(self.signature), len(payload)) + text + self.signature + payload
+        return (
+            parcel.MAGIC
+            + struct.pack("<HHIIQ", 1, 0, len(text), len(self.signature), len(payload))
+            + text
+            + self.signature
+            + payload
+        )
 
 
 # Blind damage
@@ -106,7 +144,12 @@ def flipped(chance: random.Random, data: bytes, others: list[bytes]) -> bytes:
 def cut(chance: random.Random, data: bytes, others: list[bytes]) -> bytes:
     start = chance.randrange(len(data) + 1)
     return chance.choice(
-        (data[:start], data[start:], data[:start] + data[start + chance.randint(1, 40) :], data + chance.randbytes(chance.randint(1, 40)))
+        (
+            data[:start],
+            data[start:],
+            data[:start] + data[start + chance.randint(1, 40) :],
+            data + chance.randbytes(chance.randint(1, 40)),
+        )
     )
 
 
@@ -121,9 +164,18 @@ def other_lengths(chance: random.Random, data: bytes, others: list[bytes]) -> by
     (manifest,) = struct.unpack_from("<I", data, 12)
     (signature,) = struct.unpack_from("<I", data, 16)
     for _ in range(chance.choice((1, 1, 2))):
-        code, place = chance.choice((("<H", 8), ("<H", 10), ("<I", 12), ("<I", 16), ("<Q", 20), ("<Q", START + manifest + signature)))
+        code, place = chance.choice(
+            (("<H", 8), ("<H", 10), ("<I", 12), ("<I", 16), ("<Q", 20), ("<Q", START + manifest + signature))
+        )
         (value,) = struct.unpack_from(code, changed, place)
-        new = chance.choice((value + chance.randint(-9, 9), *(n for n in NUMBERS if isinstance(n, int)), len(data), chance.getrandbits(64)))
+        new = chance.choice(
+            (
+                value + chance.randint(-9, 9),
+                *(n for n in NUMBERS if isinstance(n, int)),
+                len(data),
+                chance.getrandbits(64),
+            )
+        )
         struct.pack_into(code, changed, place, new % (1 << 8 * struct.calcsize(code)))
     return bytes(changed)
 
@@ -151,8 +203,10 @@ def edited(chance: random.Random, tree: Any) -> None:
     elif turn == 1 and isinstance(container, dict):
         container[str(chance.choice((*WORDS, *container)))] = container.pop(key)
     elif turn == 2:
-        container.update({str(chance.choice(WORDS)): value}) if isinstance(container, dict) else container.extend(
-            [value] * chance.choice((1, 2, 300))
+        (
+            container.update({str(chance.choice(WORDS)): value})
+            if isinstance(container, dict)
+            else container.extend([value] * chance.choice((1, 2, 300)))
         )
     elif turn == 3 and isinstance(value, int | float):
         container[key] = value + chance.choice((-1, 1, 0.5, 2**32))
@@ -164,7 +218,10 @@ def edited(chance: random.Random, tree: Any) -> None:
 
 def lying_manifest(chance: random.Random, data: bytes, others: list[bytes]) -> bytes:
     forged = Forgery(data)
-    edited(chance, forged.manifest[chance.choice(("tensors", "meta", "provenance"))] if chance.random() < 0.3 else forged.manifest)
+    edited(
+        chance,
+        forged.manifest[chance.choice(("tensors", "meta", "provenance"))] if chance.random() < 0.3 else forged.manifest,
+    )
     return forged.bytes()
 
 
@@ -174,7 +231,22 @@ def lying_spec(chance: random.Random, data: bytes, others: list[bytes]) -> bytes
     spec = forged.manifest["spec"]
     for _ in range(chance.choice((1, 1, 2, 3))):
         key = chance.choice(list(ModelSpec.model_fields))
-        likely: list[Any] = [1, 2, 3, 64, 4096, 65536, 100_000, 0.01, 64.0, [1, 1], [4096, 4096], [65536] * 4, HUGE, {"conv1": 9}]
+        likely: list[Any] = [
+            1,
+            2,
+            3,
+            64,
+            4096,
+            65536,
+            100_000,
+            0.01,
+            64.0,
+            [1, 1],
+            [4096, 4096],
+            [65536] * 4,
+            HUGE,
+            {"conv1": 9},
+        ]
         spec[key] = chance.choice((*likely, *THINGS, *chance.sample(NUMBERS, 3), *chance.sample(WORDS, 6)))
     if type(spec.get("classes")) is int and 0 < spec["classes"] <= 300:
         forged.manifest |= {"class_names": ["c"] * spec["classes"], "counts": None}
@@ -200,10 +272,12 @@ def lying_tensor(chance: random.Random, data: bytes, others: list[bytes]) -> byt
     raw, entry, info = forged.data[name], forged.table[name], forged.manifest["tensors"][name]
     turn = chance.randrange(5)
     if turn == 0:
-        bad = struct.pack("<f", chance.choice((float("nan"), float("inf"), -float("inf"), 3e38, -1.0, 1e-45, -0.0))) * (len(raw) // 4 + 1)
-        forged.data[name] = chance.choice((bad, chance.randbytes(len(raw) + 4), b"\x80" * (len(raw) + 4), b"\0" * (len(raw) + 4)))[
-            : len(raw)
-        ]
+        bad = struct.pack("<f", chance.choice((float("nan"), float("inf"), -float("inf"), 3e38, -1.0, 1e-45, -0.0))) * (
+            len(raw) // 4 + 1
+        )
+        forged.data[name] = chance.choice(
+            (bad, chance.randbytes(len(raw) + 4), b"\x80" * (len(raw) + 4), b"\0" * (len(raw) + 4))
+        )[: len(raw)]
     elif turn == 1:
         entry["dtype"] = info["dtype"] = chance.choice(list(DTYPES))
         forged.data[name] = chance.randbytes(DTYPES[entry["dtype"]].itemsize * torch.Size(entry["shape"]).numel())
@@ -249,7 +323,8 @@ DAMAGE = (*BLIND, lying_manifest, lying_manifest, lying_spec, lying_table, lying
 
 
 def costly(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """The dearest files found so far for their size: as many values, or as long ones, as the limits of the reader let through."""
+    """The dearest files found so far for their size: as many values, or as long ones, as the limits of the reader let
+    through."""
     many, long = (1 << 18) - 300, 15 << 20
 
     def forged(edit: Callable[[Forgery], object]) -> bytes:
@@ -258,7 +333,10 @@ def costly(data: bytes) -> Iterator[tuple[str, bytes]]:
         return made.bytes()
 
     yield "a bad class name each", forged(lambda f: f.manifest.update(class_names=[1] * many))
-    yield "an empty tensor description each", forged(lambda f: f.manifest.update(tensors={str(i): {} for i in range(many)}))
+    yield (
+        "an empty tensor description each",
+        forged(lambda f: f.manifest.update(tensors={str(i): {} for i in range(many)})),
+    )
     yield "a bad width each", forged(lambda f: f.manifest["spec"].update(widths={str(i): "x" for i in range(many)}))
     yield "an unknown key each", forged(lambda f: f.manifest.update({f"k{i}": 0 for i in range(many)}))
     yield "much provenance", forged(lambda f: f.manifest.update(provenance={"k": [[] for _ in range(many)]}))

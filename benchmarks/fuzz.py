@@ -1,11 +1,14 @@
-"""Shake the parcel reader: honest parcels are damaged in many ways and read again, and nothing but a ParcelError may come of it.
+"""Shake the parcel reader: honest parcels are damaged in many ways and read again, and nothing but a ParcelError may
+come of it.
 
-Half of the damage is blind (flipped bits, cuts, splices, other lengths). The other half is a forger's: the manifest, the table of tensors or
-the tensors are edited and every length and hash is made right again, so that the edit gets past the outer checks to those behind.
+Half of the damage is blind (flipped bits, cuts, splices, other lengths). The other half is a forger's: the manifest,
+the table of tensors or the tensors are edited and every length and hash is made right again, so that the edit gets past
+the outer checks to those behind.
 
-For each case: the error is a ParcelError of one printable line; an accepted parcel is finite, has the shapes of its spec and can be rebuilt;
-nothing is executed, imported or opened for writing (an audit hook watches); no case takes longer than ``--slowest`` seconds; and the
-process may take ``--memory`` MiB beside what it starts with (RLIMIT_AS: a larger request fails, wherever it is made).
+For each case: the error is a ParcelError of one printable line; an accepted parcel is finite, has the shapes of its
+spec and can be rebuilt; nothing is executed, imported or opened for writing (an audit hook watches); no case takes
+longer than ``--slowest`` seconds; and the process may take ``--memory`` MiB beside what it starts with (RLIMIT_AS: a
+larger request fails, wherever it is made).
 
     python benchmarks/fuzz.py --cases 1000000 --seed 1
 
@@ -29,7 +32,7 @@ from typing import Any
 import torch
 from forgeries import DAMAGE, costly, flipped, honest
 
-from flyby import parcel
+from flyby.parcels import parcel
 
 
 class Watch:
@@ -42,14 +45,16 @@ class Watch:
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.armed or event == "builtins.id":
             return
-        if event == "open" and (arguments[1] in ("r", "rb") or not (arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))):
+        if event == "open" and (
+            arguments[1] in ("r", "rb") or not (arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        ):
             return
         self.seen[f"{event} {arguments[0] if arguments else ''}"[:200]] += 1
 
 
 def read_one(data: bytes, path: Path | None, rebuild: bool) -> str:
-    """What became of one case: ``accepted``, or the kind of the refusal. Anything else that happens is an exception. ``rebuild`` also makes
-    the network of an accepted parcel, and writes and reads the parcel again."""
+    """What became of one case: ``accepted``, or the kind of the refusal. Anything else that happens is an exception.
+    ``rebuild`` also makes the network of an accepted parcel, and writes and reads the parcel again."""
     try:
         received = parcel.from_bytes(data) if path is None else parcel.read(path)
     except parcel.ParcelError as error:
@@ -58,8 +63,12 @@ def read_one(data: bytes, path: Path | None, rebuild: bool) -> str:
             raise AssertionError(f"a message of {len(message)} characters that is not one printable line") from error
         return type(error).__name__
     shapes = {name: shape for name, (shape, _) in received.manifest.spec.shapes().items()}
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in received.weights.items()}, "other shapes than the spec's"
-    assert all(bool(torch.isfinite(t).all()) for t in (*received.weights.values(), *received.extras.values())), "not finite"
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in received.weights.items()}, (
+        "other shapes than the spec's"
+    )
+    assert all(bool(torch.isfinite(t).all()) for t in (*received.weights.values(), *received.extras.values())), (
+        "not finite"
+    )
     if not rebuild:
         return "accepted"
     received.network()
@@ -125,9 +134,14 @@ def shake(cases: int, seed: int, minutes: float, slowest: float, keep: Path, wat
             outcomes[outcome] += 1
             kinds[damage.__name__] += 1
     return {
-        "cases": outcomes.total(), "seed": seed, "seconds": round(time.perf_counter() - began, 1), "outcomes": dict(outcomes.most_common(30)),
-        "damage": dict(kinds.most_common()), "slowest_case_s": round(worst, 4), "findings": findings[:100],
-    }  # fmt: skip
+        "cases": outcomes.total(),
+        "seed": seed,
+        "seconds": round(time.perf_counter() - began, 1),
+        "outcomes": dict(outcomes.most_common(30)),
+        "damage": dict(kinds.most_common()),
+        "slowest_case_s": round(worst, 4),
+        "findings": findings[:100],
+    }
 
 
 def weigh(slowest: float, keep: Path, watch: Watch) -> dict[str, Any]:

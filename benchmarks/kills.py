@@ -1,10 +1,12 @@
-"""Kill flyby at random moments, give the command again, and compare what comes out with an undisturbed run, byte for byte.
+"""Kill flyby at random moments, give the command again, and compare what comes out with an undisturbed run, byte for
+byte.
 
-A trial runs a command in a process group of its own, waits until it holds its lock, lets it work for a random part of the time that the
-undisturbed one worked, and sends SIGKILL to the whole group. Every file that then lies there under its own name must be whole. The command is given
-again (``flyby run``: with --resume) and with probability 1/3 killed again, until it ends by itself. Everything but stop-watch numbers must then be
-equal: parcels, metrics, ledger, result, the fused model; and nothing may be left over. Checkpoints are written after every epoch here (flyby itself
-waits 5 seconds), so that kills meet them. Exits with 1 if one trial fails.
+A trial runs a command in a process group of its own, waits until it holds its lock, lets it work for a random part of
+the time that the undisturbed one worked, and sends SIGKILL to the whole group. Every file that then lies there under
+its own name must be whole. The command is given again (``flyby run``: with --resume) and with probability 1/3 killed
+again, until it ends by itself. Everything but stop-watch numbers must then be equal: parcels, metrics, ledger, result,
+the fused model; and nothing may be left over. Checkpoints are written after every epoch here (flyby itself waits 5
+seconds), so that kills meet them. Exits with 1 if one trial fails.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before the imports: a process with threads cannot be forked
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = (
+    "1"  # before the imports: a process with threads cannot be forked
+)
 
 import matplotlib.backends.backend_svg
 import matplotlib.figure  # noqa: F401
@@ -34,15 +38,26 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import flyby.engines.preload
-import flyby.study.orient_run
-import flyby.study.report
-import flyby.study.single  # noqa: F401
-from flyby import cli, parcel, training
+import flyby.report.report
+import flyby.runs.population
+import flyby.runs.single  # noqa: F401
+from flyby import cli
+from flyby.parcels import parcel
+from flyby.training.loop import loop as training
 
 training.CHECKPOINT_SECONDS = training.CHECKPOINT_SHARE = 0.0  # at import, so that worker processes do it too
 
 WAIT = 300.0
-TIMED = {"seconds", "timings", "trained", "peak_memory_mb", "command", "engine", "samples_per_second", "images_per_second"}
+TIMED = {
+    "seconds",
+    "timings",
+    "trained",
+    "peak_memory_mb",
+    "command",
+    "engine",
+    "samples_per_second",
+    "images_per_second",
+}
 AGAIN = 1 / 3
 SMALL = ("--data", "digits", "--model", "mlp", "--device", "cpu", "--epochs", "6", "--quiet")
 
@@ -68,28 +83,73 @@ def _parcels(uploads: Path) -> list[str]:
 CASES = {
     "inline": run("--method", "aurora", "--clients", "3", "--alpha", "1", "--engine", "inline"),
     "processes": run("--method", "fedavg", "--clients", "4", "--alpha", "1", "--engine", "processes"),
-    "dense": run("--method", "dense", "--clients", "2", "--alpha", "1", "--engine", "inline", "--set", "fusion.epochs=4"),
+    "dense": run(
+        "--method", "dense", "--clients", "2", "--alpha", "1", "--engine", "inline", "--set", "fusion.epochs=4"
+    ),
     "fol": run(
-        "--method", "fol", "--split", "fol", "--clients", "4", "--min-size", "10", "--engine", "inline", "--rounds", "1",
-        "--set", "orient.epochs=2", "--set", "orient.distill_epochs=2", "--eval-nodes", "0,1",
+        "--method",
+        "fol",
+        "--split",
+        "fol",
+        "--clients",
+        "4",
+        "--min-size",
+        "10",
+        "--engine",
+        "inline",
+        "--rounds",
+        "1",
+        "--set",
+        "orient.epochs=2",
+        "--set",
+        "orient.distill_epochs=2",
+        "--eval-nodes",
+        "0,1",
     ),
     "train": Case(lambda _, out: ["train", *SMALL, "--method", "aurora", "--out", str(out)], output="me.parcel"),
-    "fuse": Case(lambda uploads, out: ["fuse", *_parcels(uploads), "--fusion", "ensemble", "--device", "cpu", "--no-export", "--out", str(out)]),
-    "orient": Case(
+    "fuse": Case(
         lambda uploads, out: [
-            "orient", "--own", _parcels(uploads)[0], "--received", str(uploads / "parcels"), "--data", str(uploads.parent / "digits.npz"), "--device", "cpu",
-            "--set", "epochs=2", "--set", "orient.distill_epochs=2", "--no-export", "--out", str(out),
+            "fuse",
+            *_parcels(uploads),
+            "--fusion",
+            "ensemble",
+            "--device",
+            "cpu",
+            "--no-export",
+            "--out",
+            str(out),
         ]
     ),
-}  # fmt: skip
+    "orient": Case(
+        lambda uploads, out: [
+            "orient",
+            "--own",
+            _parcels(uploads)[0],
+            "--received",
+            str(uploads / "parcels"),
+            "--data",
+            str(uploads.parent / "digits.npz"),
+            "--device",
+            "cpu",
+            "--set",
+            "epochs=2",
+            "--set",
+            "orient.distill_epochs=2",
+            "--no-export",
+            "--out",
+            str(out),
+        ]
+    ),
+}
 
 
-# -- a process and its end --------------------------------------------------------------------------------------------------------------
+# -- a process and its end
+# --------------------------------------------------------------------------------------------------------------
 
 
 class Child:
-    """``flyby WORDS`` in a process group of its own. It is forked from this process, which has imported everything and has one thread, so that a
-    trial costs no seconds of importing."""
+    """``flyby WORDS`` in a process group of its own. It is forked from this process, which has imported everything and
+    has one thread, so that a trial costs no seconds of importing."""
 
     def __init__(self, words: list[str], log: Path) -> None:
         self.log = log
@@ -157,7 +217,8 @@ def _members(session: int) -> list[int]:
     return found
 
 
-# -- what came out ----------------------------------------------------------------------------------------------------------------------
+# -- what came out
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def without_times(value: Any) -> Any:
@@ -175,7 +236,8 @@ def named_files(output: Path) -> Iterator[Path]:
 
 
 def content(output: Path, whole: bool = False) -> dict[str, Any]:
-    """All that is promised to be equal: bytes, and JSON without stop-watch numbers. ``whole`` only checks what can be checked alone."""
+    """All that is promised to be equal: bytes, and JSON without stop-watch numbers. ``whole`` only checks what can be
+    checked alone."""
     found: dict[str, Any] = {}
     for path in named_files(output):
         name = str(path.relative_to(output.parent))
@@ -209,7 +271,13 @@ def leftovers(folder: Path) -> list[str]:
 def stage(output: Path) -> str:
     """How far a killed command had come, by what it left."""
     if not output.is_dir():
-        return "done" if output.exists() else "checkpoint" if any(output.parent.glob(f".{output.name}.*/*.ckpt")) else "before any"
+        return (
+            "done"
+            if output.exists()
+            else "checkpoint"
+            if any(output.parent.glob(f".{output.name}.*/*.ckpt"))
+            else "before any"
+        )
     uploads = list((output / "parcels").glob("*.parcel"))
     for name in ("report.html", "result.json", "global", "nodes", "ledger.json", "metrics.jsonl", "model.json"):
         if (output / name).exists():
@@ -218,7 +286,8 @@ def stage(output: Path) -> str:
     return f"{len(uploads)} uploads" + (", a checkpoint" if checkpoint else "")
 
 
-# -- trials -----------------------------------------------------------------------------------------------------------------------------
+# -- trials
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def undisturbed(case: Case, uploads: Path, folder: Path) -> tuple[dict[str, Any], float]:
@@ -238,7 +307,9 @@ def undisturbed(case: Case, uploads: Path, folder: Path) -> tuple[dict[str, Any]
     return one, seconds
 
 
-def trial(case: Case, uploads: Path, folder: Path, reference: dict[str, Any], seconds: float, rng: random.Random) -> list[str]:
+def trial(
+    case: Case, uploads: Path, folder: Path, reference: dict[str, Any], seconds: float, rng: random.Random
+) -> list[str]:
     """One command, killed at least once, then given again until it ends; returns where the kills met it."""
     output, log = folder / case.output, folder.with_suffix(".log")
     folder.mkdir(parents=True)
@@ -270,7 +341,8 @@ def trial(case: Case, uploads: Path, folder: Path, reference: dict[str, Any], se
 
 
 def make_uploads(root: Path) -> None:
-    """Digits in a file, and three sites' parcels of them in ``root/uploads/parcels``, for the commands that begin with parcels."""
+    """Digits in a file, and three sites' parcels of them in ``root/uploads/parcels``, for the commands that begin with
+    parcels."""
     digits = load_digits()
     np.savez(root / "digits.npz", images=(digits.images * 15.9).astype(np.uint8), labels=digits.target)
     words = [
@@ -308,7 +380,9 @@ def main() -> int:
             name = names[number % len(names)]
             folder = root / name / f"trial-{number}"
             try:
-                met = trial(CASES[name], root / "uploads", folder, *references[name], random.Random(f"{words.seed} {number}"))
+                met = trial(
+                    CASES[name], root / "uploads", folder, *references[name], random.Random(f"{words.seed} {number}")
+                )
                 kills.update(f"{name}: {where}" for where in met)
                 print(f"{number + 1:>4} {name:<10} killed {len(met)} time(s) ({'; '.join(met)}): the same", flush=True)
             except Exception as error:
@@ -320,7 +394,8 @@ def main() -> int:
     for where, count in sorted(kills.items()):
         print(f"{count:>6} kills at {where}")
     print(
-        f"{words.trials - failed} of {words.trials} killed runs ended with the bytes of the undisturbed one ({kills.total()} kills, seed {words.seed})"
+        f"{words.trials - failed} of {words.trials} killed runs ended with the bytes of the undisturbed one"
+        f" ({kills.total()} kills, seed {words.seed})"
     )
     return 1 if failed else 0
 

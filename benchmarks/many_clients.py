@@ -2,8 +2,9 @@
 
 python benchmarks/many_clients.py                   # 500 clients on digits, a narrow mlp, 2 epochs
 
-Seconds are of the whole command, from start to exit, and of its training alone. Memory is that of the command and of every process it
-started, sampled: PSS counts a page that several processes share once, RSS once for each. The uploads must be the same bytes everywhere.
+Seconds are of the whole command, from start to exit, and of its training alone. Memory is that of the command and of
+every process it started, sampled: PSS counts a page that several processes share once, RSS once for each. The uploads
+must be the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ def main() -> int:
     words.add_argument("--out", type=Path, help="also write the facts to this JSON file")
     asked = words.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        rows = [measure(engine, asked.clients, asked.epochs, Path(place) / engine) for engine in asked.engines.split(",")]
+        rows = [
+            measure(engine, asked.clients, asked.epochs, Path(place) / engine) for engine in asked.engines.split(",")
+        ]
     print(f"{'engine':<12}{'seconds':>10}{'training':>10}{'PSS MB':>10}{'RSS MB':>10}{'processes':>11}  same uploads")
     for row in rows:
         same = "yes" if row["uploads"] == rows[0]["uploads"] else "NO"
         print(
-            f"{row['engine']:<12}{row['seconds']:>10}{row['training']:>10}{row['pss_mb']:>10}{row['rss_mb']:>10}{row['processes']:>11}  {same}"
+            f"{row['engine']:<12}{row['seconds']:>10}{row['training']:>10}{row['pss_mb']:>10}{row['rss_mb']:>10}{row['processes']:>11}"
+            f"  {same}"
         )
     facts = {
         "clients": asked.clients,
@@ -56,9 +60,35 @@ def main() -> int:
 def measure(engine: str, clients: int, epochs: int, out: Path) -> dict[str, Any]:
     """One run as its own command, watched from outside."""
     command = [
-        sys.executable, "-m", "flyby", "run", "--method", "fedavg", "--data", "digits", "--split", "iid", "--clients", str(clients), "--epochs", str(epochs),
-        "--model", "mlp", "--set", "model.width=0.25", "--set", "locals=false", "--device", "cpu", "--engine", engine, "--out", str(out), "--quiet", "--json",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "flyby",
+        "run",
+        "--method",
+        "fedavg",
+        "--data",
+        "digits",
+        "--split",
+        "iid",
+        "--clients",
+        str(clients),
+        "--epochs",
+        str(epochs),
+        "--model",
+        "mlp",
+        "--set",
+        "model.width=0.25",
+        "--set",
+        "locals=false",
+        "--device",
+        "cpu",
+        "--engine",
+        engine,
+        "--out",
+        str(out),
+        "--quiet",
+        "--json",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)  # a local cluster, whose memory counts
     began = time.perf_counter()
@@ -74,7 +104,9 @@ def measure(engine: str, clients: int, epochs: int, out: Path) -> dict[str, Any]
     if process.returncode:
         sys.exit(f"{engine} ended with {process.returncode}")
     result = json.loads(answer)
-    uploads = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((out / "parcels").glob("*.parcel")))).hexdigest()[:16]
+    uploads = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted((out / "parcels").glob("*.parcel")))
+    ).hexdigest()[:16]
     return {
         "engine": engine,
         "seconds": round(seconds, 1),
@@ -94,7 +126,9 @@ def memory(root: int) -> dict[str, int]:
                 _, parent, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 parents[int(entry.name)] = int(parent), int(session)
     family = {root}
-    while more := {pid for pid, (parent, session) in parents.items() if pid not in family and (parent in family or session == root)}:
+    while more := {
+        pid for pid, (parent, session) in parents.items() if pid not in family and (parent in family or session == root)
+    }:
         family |= more
     sums = {"Pss": 0, "Rss": 0}
     for pid in family:

@@ -1,11 +1,12 @@
-"""Peaks of host memory where they could hurt: seventy nodes of a data set as large as CIFAR-10, a thousand parcels fused, a thousand judged.
+"""Peaks of host memory where they could hurt: seventy nodes of a data set as large as CIFAR-10, a thousand parcels
+fused, a thousand judged.
 
     python benchmarks/memory.py                 # all three: some minutes, and 3 GB of disk while it runs
     python benchmarks/memory.py nodes --clients 70
 
-Each case runs in a process of its own; its peak is the largest sum of the resident memory of that process and all its children, sampled
-twenty times a second (pages that they share are counted once: PSS), beside the largest single process as the kernel has it. Exits with
-1 if a limit is broken.
+Each case runs in a process of its own; its peak is the largest sum of the resident memory of that process and all its
+children, sampled twenty times a second (pages that they share are counted once: PSS), beside the largest single process
+as the kernel has it. Exits with 1 if a limit is broken.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def watch(command: list[str]) -> tuple[float, float, str]:
     """Run a command; returns the peak of its family in bytes, its seconds and its output."""
     started = time.perf_counter()
     peak = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as process:
         while process.poll() is None:
             peak = max(peak, sum(resident(pid) for pid in family(process.pid)))
             time.sleep(0.05)
@@ -66,17 +69,51 @@ def nodes(folder: Path, words: argparse.Namespace) -> tuple[float, float, str]:
 
     random = np.random.RandomState(0)
     images = random.randint(0, 256, (50_000, 32, 32, 3), dtype=np.uint8)
-    np.savez(folder / "data.npz", x_train=images, y_train=np.arange(50_000) % 10, x_test=images[:1000], y_test=np.arange(1000) % 10)
-    return watch([
-        sys.executable, "-m", "flyby", "run", "--method", "fedavg", "--data", str(folder / "data.npz"), "--clients", str(words.clients), "--split", "iid",
-        "--model", words.model, "--epochs", "1", "--engine", "processes", "--device", "cpu", "--set", "locals=false", "--set", "objective.calibrate=false",
-        *(["--set", f"model.width={words.width}"] if words.width != 1 else []), "--out", str(folder / "run"), "--quiet", "--json",
-    ])  # fmt: skip
+    np.savez(
+        folder / "data.npz",
+        x_train=images,
+        y_train=np.arange(50_000) % 10,
+        x_test=images[:1000],
+        y_test=np.arange(1000) % 10,
+    )
+    return watch(
+        [
+            sys.executable,
+            "-m",
+            "flyby",
+            "run",
+            "--method",
+            "fedavg",
+            "--data",
+            str(folder / "data.npz"),
+            "--clients",
+            str(words.clients),
+            "--split",
+            "iid",
+            "--model",
+            words.model,
+            "--epochs",
+            "1",
+            "--engine",
+            "processes",
+            "--device",
+            "cpu",
+            "--set",
+            "locals=false",
+            "--set",
+            "objective.calibrate=false",
+            *(["--set", f"model.width={words.width}"] if words.width != 1 else []),
+            "--out",
+            str(folder / "run"),
+            "--quiet",
+            "--json",
+        ]
+    )
 
 
 def make_parcels(folder: Path, count: int, model: str, width: float) -> list[Path]:
-    from flyby import parcel
     from flyby.models import ModelSpec
+    from flyby.parcels import parcel
     from flyby.rng import generator
 
     spec = ModelSpec(name=model, classes=10, channels=3, size=(32, 32), width=width, head="prototype")
@@ -84,8 +121,15 @@ def make_parcels(folder: Path, count: int, model: str, width: float) -> list[Pat
     for k in range(count):
         weights = dict(spec.build(generator("memory", k)).state_dict())
         made = parcel.make(
-            sender=f"site-{k}", method="salt", spec=spec, class_names=tuple("0123456789"), samples=100, counts=[10] * 10, counts_kind="exact", weights=weights
-        )  # fmt: skip
+            sender=f"site-{k}",
+            method="salt",
+            spec=spec,
+            class_names=tuple("0123456789"),
+            samples=100,
+            counts=[10] * 10,
+            counts_kind="exact",
+            weights=weights,
+        )
         paths.append(folder / f"site-{k}.parcel")
         parcel.write(made, paths[-1])
     return paths
@@ -100,9 +144,9 @@ def fuse(folder: Path, words: argparse.Namespace, rule: str) -> tuple[float, flo
 def child(rule: str, folder: Path) -> None:
     import torch
 
-    from flyby.evaluation import scores_of
     from flyby.fusion import Inbox
-    from flyby.methods import fusion_named
+    from flyby.fusion.evaluation import scores_of
+    from flyby.runs.methods import fusion_named
 
     torch.set_num_threads(1)
     paths = sorted(folder.glob("*.parcel"))
@@ -130,7 +174,9 @@ CASES: dict[str, Callable[[Path, argparse.Namespace], tuple[float, float, str]]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=[], metavar="CASE", help="nodes, fedavg, experts; all of them by default")
+    parser.add_argument(
+        "cases", nargs="*", default=[], metavar="CASE", help="nodes, fedavg, experts; all of them by default"
+    )
     parser.add_argument("--clients", type=int, default=70)
     parser.add_argument("--model", default="cnn-small")
     parser.add_argument("--width", type=float, default=1.0)
@@ -147,8 +193,14 @@ def main() -> int:
             peak, seconds, said = CASES[name](Path(folder), words)
         facts: dict[str, Any] = json.loads(said)
         fine = fine and peak < LIMITS[name]
-        rows.append({"case": name, "peak_gb": round(peak / GB, 3), "limit_gb": LIMITS[name] / GB, "seconds": round(seconds, 1)})
-        rows[-1] |= {key: facts[key] for key in ("parcels", "bytes", "streamed", "peak_memory_mb", "clients", "model") if key in facts}
+        rows.append(
+            {"case": name, "peak_gb": round(peak / GB, 3), "limit_gb": LIMITS[name] / GB, "seconds": round(seconds, 1)}
+        )
+        rows[-1] |= {
+            key: facts[key]
+            for key in ("parcels", "bytes", "streamed", "peak_memory_mb", "clients", "model")
+            if key in facts
+        }
         print(rows[-1], file=sys.stderr, flush=True)
     print(json.dumps({"rows": rows, "within_limits": fine}, indent=1))
     return 0 if fine else 1

@@ -3,8 +3,9 @@
     python benchmarks/orient.py                      # small, on a CPU
     python benchmarks/orient.py --device cuda        # vgg-wildfire at full width, 29 neighbours, batch 32
 
-``plain`` is an ordinary PyTorch loop (a module, autograd, torch.optim.SGD) over one neighbour after another; ``one by one`` is flyby's own loop
-with together: false; the others put all neighbours into one step. The ratio is against the faster of the two.
+``plain`` is an ordinary PyTorch loop (a module, autograd, torch.optim.SGD) over one neighbour after another; ``one by
+one`` is flyby's own loop with together: false; the others put all neighbours into one step. The ratio is against the
+faster of the two.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from functools import partial
 
 import torch
 
+from flyby.bench.orient import made_up, plain, seconds_of, stacked
 from flyby.data.views import STANDARD
 from flyby.models import ModelSpec
 from flyby.orient import OrientSettings
-from flyby.study.bench_orient import made_up, plain, seconds_of, stacked
 
 
 def main() -> None:
@@ -39,11 +40,14 @@ def main() -> None:
     site = made_up(samples, size, device)
     torch.backends.cudnn.benchmark = True
     print(
-        f"{words.model} (width {width:g}), {models} neighbours, {samples} images of {size}x{size}, batch {words.batch}, {torch.cuda.get_device_name() if gpu else 'CPU'}"
+        f"{words.model} (width {width:g}), {models} neighbours, {samples} images of {size}x{size}, batch {words.batch},"
+        f" {torch.cuda.get_device_name() if gpu else 'CPU'}"
     )
 
     def settings(**changes: object) -> OrientSettings:
-        return OrientSettings(**{"batch": words.batch, "patience": 10_000, "views": STANDARD, "graph": False, **changes})  # type: ignore[arg-type]
+        return OrientSettings(
+            **{"batch": words.batch, "patience": 10_000, "views": STANDARD, "graph": False, **changes}
+        )  # type: ignore[arg-type]
 
     ways: dict[str, tuple[Callable[..., None], OrientSettings]] = {
         "plain": (plain, settings()),
@@ -54,7 +58,9 @@ def main() -> None:
     }
     if gpu:
         ways["one by one, graph"] = (stacked, settings(together=False, graph=True))
-        ways |= {f"together, {b}, graph": (stacked, settings(backend=b, graph=True)) for b in ("vmap", "matmul", "loop")}
+        ways |= {
+            f"together, {b}, graph": (stacked, settings(backend=b, graph=True)) for b in ("vmap", "matmul", "loop")
+        }
     steps = words.epochs * -(-samples // words.batch)
     base = float("inf")
     for name, (work, how) in ways.items():
@@ -69,7 +75,10 @@ def main() -> None:
         if gpu:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.empty_cache()
-        print(f"{name:<26} {spent / steps * 1000:9.2f} ms a step of all {models}   ratio {base / spent:5.2f}{memory}", flush=True)
+        print(
+            f"{name:<26} {spent / steps * 1000:9.2f} ms a step of all {models}   ratio {base / spent:5.2f}{memory}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What flyby costs over a bare PyTorch loop that does the same work.
 
-Both loops run in one process, epoch about: after each epoch of ``train_site`` its ``on_epoch`` callback runs the same epoch bare. The
-ratio is the median over epochs of flyby's seconds (everything between two callbacks: batches, loss, step, accuracy, schedule, history,
-the kept state) over the bare loop's (batches, loss, step). That the work is the same is not claimed but checked: the two end with the
-same weights, bit for bit. One thread, as a site gets it. Also timed: ``flyby --help`` and, with ``--cifar FOLDER``, loading and splitting
-a cached CIFAR-10. Exits with 1 if a limit is broken.
+Both loops run in one process, epoch about: after each epoch of ``train_site`` its ``on_epoch`` callback runs the same
+epoch bare. The ratio is the median over epochs of flyby's seconds (everything between two callbacks: batches, loss,
+step, accuracy, schedule, history, the kept state) over the bare loop's (batches, loss, step). That the work is the same
+is not claimed but checked: the two end with the same weights, bit for bit. One thread, as a site gets it. Also timed:
+``flyby --help`` and, with ``--cifar FOLDER``, loading and splitting a cached CIFAR-10. Exits with 1 if a limit is
+broken.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flyby.data.views import PLAIN
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES
 from flyby.rng import generator
-from flyby.training import TrainSettings, train_site
+from flyby.training.loop import TrainSettings, train_site
 
 MAX_RATIO = 1.05
 MAX_HELP = 1.0
@@ -53,7 +54,8 @@ class Case:
 
 @dataclass
 class BareLoop:
-    """The loop a person would write: SGD with momentum on cross-entropy, images normalised, data in memory, no bookkeeping."""
+    """The loop a person would write: SGD with momentum on cross-entropy, images normalised, data in memory, no
+    bookkeeping."""
 
     spec: ModelSpec
     site: Site
@@ -79,7 +81,15 @@ class BareLoop:
         order = torch.randperm(len(labels), generator=generator(SEED, self.site.id, "order", self.epoch))
         self.model.train()
         for rows in order.split(batch):
-            x = images[rows].permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
+            x = (
+                images[rows]
+                .permute(0, 3, 1, 2)
+                .float()
+                .div_(255)
+                .sub_(mean)
+                .div_(std)
+                .contiguous(memory_format=torch.channels_last)
+            )
             loss = F.cross_entropy(self.model(x), labels[rows])
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -90,7 +100,9 @@ class BareLoop:
 def measure(case: Case) -> dict[str, Any]:
     """Both loops, interleaved; the first epoch of each warms up and is left out."""
     data = load(case.data).train
-    rows = (case.rows or len(data)) // case.batch * case.batch  # whole batches, so that no loop needs a rule for the last one
+    rows = (
+        (case.rows or len(data)) // case.batch * case.batch
+    )  # whole batches, so that no loop needs a rule for the last one
     whole = part_of(data)
     train = Part(whole.images[:rows].clone(), whole.labels[:rows].clone())
     empty = Part(train.images[:0], train.labels[:0])
@@ -112,11 +124,17 @@ def measure(case: Case) -> dict[str, Any]:
     ratios = [f / b for f, b in zip(flyby_seconds[1:], bare.seconds[1:], strict=True)]
     steps = rows // case.batch
     return {
-        "model": case.model, "data": case.data, "batch": case.batch, "steps_per_epoch": steps, "epochs": len(ratios),
+        "model": case.model,
+        "data": case.data,
+        "batch": case.batch,
+        "steps_per_epoch": steps,
+        "epochs": len(ratios),
         "flyby_ms_per_step": round(1000 * statistics.median(flyby_seconds[1:]) / steps, 3),
         "bare_ms_per_step": round(1000 * statistics.median(bare.seconds[1:]) / steps, 3),
-        "ratio": round(statistics.median(ratios), 4), "limit": MAX_RATIO, "same_weights": same(trained.parcel.weights, bare.model.state_dict()),
-    }  # fmt: skip
+        "ratio": round(statistics.median(ratios), 4),
+        "limit": MAX_RATIO,
+        "same_weights": same(trained.parcel.weights, bare.model.state_dict()),
+    }
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -134,7 +152,8 @@ def help_seconds(repetitions: int = 5) -> float:
 
 
 def load_seconds(folder: str, repetitions: int = 3) -> float:
-    """From a folder whose images were decoded before to five sites with their pixels in memory (a memory map alone reads nothing)."""
+    """From a folder whose images were decoded before to five sites with their pixels in memory (a memory map alone
+    reads nothing)."""
     load(folder)
     times = []
     for _ in range(repetitions):
@@ -149,7 +168,9 @@ def load_seconds(folder: str, repetitions: int = 3) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cifar", metavar="FOLDER", help="a Parquet folder of CIFAR-10, to time its loading from the cache")
+    parser.add_argument(
+        "--cifar", metavar="FOLDER", help="a Parquet folder of CIFAR-10, to time its loading from the cache"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     words = parser.parse_args()
     torch.set_num_threads(1)
@@ -165,14 +186,22 @@ def main() -> int:
     for row in cases:
         title = f"{row['model']} on {row['data']}, batch {row['batch']}"
         flyby, bare = f"{row['flyby_ms_per_step']} ms", f"{row['bare_ms_per_step']} ms"
-        print(f"{title:<34}{flyby:>12}{bare:>12}{row['ratio']:>9.4f}{row['limit']:>8}  {'yes' if row['same_weights'] else 'NO'}")
+        print(
+            f"{title:<34}{flyby:>12}{bare:>12}{row['ratio']:>9.4f}{row['limit']:>8} "
+            f" {'yes' if row['same_weights'] else 'NO'}"
+        )
     for name, (seconds, limit) in timings.items():
         print(f"{name:<34}{f'{seconds:.3f} s':>12}{'':>21}{f'{limit:g} s':>8}")
-    fine = all(r["ratio"] <= MAX_RATIO and r["same_weights"] for r in cases) and all(s <= limit for s, limit in timings.values())
+    fine = all(r["ratio"] <= MAX_RATIO and r["same_weights"] for r in cases) and all(
+        s <= limit for s, limit in timings.values()
+    )
     facts = {
-        "loops": cases, "seconds": {name: {"median": round(s, 4), "limit": limit} for name, (s, limit) in timings.items()}, "within_limits": fine,
-        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), one thread", "torch": torch.__version__,
-    }  # fmt: skip
+        "loops": cases,
+        "seconds": {name: {"median": round(s, 4), "limit": limit} for name, (s, limit) in timings.items()},
+        "within_limits": fine,
+        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), one thread",
+        "torch": torch.__version__,
+    }
     print(json.dumps(facts))
     if words.out:
         words.out.write_text(json.dumps(facts, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""What bounds the ordinary DataLoader script that ``flyby bench`` compares with: its data alone, its step alone, and both.
+"""What bounds the ordinary DataLoader script that ``flyby bench`` compares with: its data alone, its step alone, and
+both.
 
 python benchmarks/script_parts.py --device cuda                  # resnet18, 32x32, 512 x 2 views, 16 workers
 python benchmarks/script_parts.py --workers 1,2,4,8,16
@@ -13,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
+from flyby.bench.bench import works
+from flyby.bench.plain import Images, Script, contrastive_view
 from flyby.rng import generator
-from flyby.study.bench import works
-from flyby.study.bench_plain import Images, Script, contrastive_view
 
 
 def rate(once: Callable[[], None], samples: int, device: str, seconds: float) -> float:
@@ -52,7 +53,10 @@ def main() -> None:
         samples = work.batch * asked.steps
         views, labels = (tensor.to(work.device) for tensor in next(iter(script.loader)))
         script.loader, loader = [(views, labels)] * asked.steps, script.loader  # type: ignore[assignment]
-        facts = {"workers": workers, "step alone": rate(lambda s=script: s.epoch(), samples, asked.device, asked.seconds)}  # type: ignore[misc]
+        facts = {
+            "workers": workers,
+            "step alone": rate(lambda s=script: s.epoch(), samples, asked.device, asked.seconds),
+        }  # type: ignore[misc]
         script.loader = loader
         facts["data alone"] = rate(load, samples, asked.device, asked.seconds)
         facts["both"] = rate(lambda s=script: s.epoch(), samples, asked.device, asked.seconds)  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""The memory of a large ensemble at the server: DENSE over many ResNet-18 teachers, all at once and one at a time over a cached batch.
+"""The memory of a large ensemble at the server: DENSE over many ResNet-18 teachers, all at once and one at a time over
+a cached batch.
 
 python benchmarks/teachers.py                  # 50 teachers, one at a time
 python benchmarks/teachers.py --resident all   # the same, all activations at once
@@ -15,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from flyby import parcel
 from flyby.fusion import Inbox
-from flyby.fusion.dense import Dense, DenseSettings
-from flyby.fusion.synthesis import memory_of
+from flyby.fusion.distilled.dense import Dense, DenseSettings
+from flyby.fusion.distilled.synthesis import memory_of
 from flyby.models import ModelSpec
+from flyby.parcels import parcel
 from flyby.rng import generator
 
 
@@ -43,7 +44,12 @@ def main() -> None:
         for k in range(asked.teachers):
             state = spec.build(generator("teacher", k)).state_dict()
             made = parcel.make(
-                sender=f"site-{k}", method="supervised", spec=spec, class_names=tuple("0123456789"), weights=state, samples=10
+                sender=f"site-{k}",
+                method="supervised",
+                spec=spec,
+                class_names=tuple("0123456789"),
+                weights=state,
+                samples=10,
             )
             paths.append(Path(folder) / f"site-{k}.parcel")
             parcel.write(made, paths[-1])
@@ -53,10 +59,19 @@ def main() -> None:
         Dense(settings).fuse(Inbox(paths), device=asked.device)
         seconds = time.perf_counter() - began
     facts = {
-        "teachers": asked.teachers, "model": asked.model, "images": asked.images, "resident": asked.resident, "device": asked.device,
-        "one_teacher_mib": {"weights": round(weights / 2**20, 1), "activations": round(asked.images * activations / 2**20, 1)},
-        "peak_mib": round(peak(), 0), "peak_before_mib": round(before, 0), "seconds": round(seconds, 1),
-    }  # fmt: skip
+        "teachers": asked.teachers,
+        "model": asked.model,
+        "images": asked.images,
+        "resident": asked.resident,
+        "device": asked.device,
+        "one_teacher_mib": {
+            "weights": round(weights / 2**20, 1),
+            "activations": round(asked.images * activations / 2**20, 1),
+        },
+        "peak_mib": round(peak(), 0),
+        "peak_before_mib": round(before, 0),
+        "seconds": round(seconds, 1),
+    }
     if asked.device.startswith("cuda"):
         facts["device_peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
     print(json.dumps(facts, indent=1))

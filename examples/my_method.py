@@ -1,9 +1,11 @@
 """A method from outside the package: the server takes the median of the sites' weights [Yin et al., ICML 2018].
 
-For each single weight, the sites' values theta_1 .. theta_K are sorted, the share ``trim`` is dropped at each end, and the rest is averaged:
-``trim`` 0.5 leaves the median, 0 the plain mean. One site with wild weights can then do little harm.
+For each single weight, the sites' values theta_1 .. theta_K are sorted, the share ``trim`` is dropped at each end, and
+the rest is averaged: ``trim`` 0.5 leaves the median, 0 the plain mean. One site with wild weights can then do little
+harm.
 
-    python examples/my_method.py run --method fedavg,middle --data digits --clients 5 --alpha 100 --epochs 10 --out runs/middle
+    python examples/my_method.py run --method fedavg,middle --data digits --clients 5 --alpha 100 --epochs 10 --out
+    runs/middle
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from flyby.cli import main
 from flyby.fusion import FUSIONS, Fusion, FusionSettings, Inbox, Predictor
 from flyby.fusion.predictor import Single
-from flyby.methods import METHODS, Method
+from flyby.runs.methods import METHODS, Method
 
 
 class MedianSettings(FusionSettings):
@@ -40,7 +42,9 @@ class Median(Fusion):
         sent = [parcel.weights for parcel in parcels]
         spec = parcels.manifests[0].spec
         network = spec.build()
-        network.load_state_dict({name: middle(torch.stack([weights[name] for weights in sent]), self.settings.trim) for name in sent[0]})
+        network.load_state_dict(
+            {name: middle(torch.stack([weights[name] for weights in sent]), self.settings.trim) for name in sent[0]}
+        )
         return Single([spec], parcels.class_names, [network])
 
 
@@ -54,7 +58,9 @@ def middle(values: Tensor, trim: float) -> Tensor:
 
 
 FUSIONS[Median.name] = Median
-METHODS["middle"] = Method("middle", "supervised", "middle", "cross-entropy at the sites, median of their weights", Median.paper)
+METHODS["middle"] = Method(
+    "middle", "supervised", "middle", "cross-entropy at the sites, median of their weights", Median.paper
+)
 
 if __name__ == "__main__":
     main()

@@ -21,7 +21,11 @@ atexit.register(shutil.rmtree, os.environ["FLYBY_CACHE"], ignore_errors=True)
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)  # one order of sums: the same bytes everywhere
 settings.register_profile(
-    "flyby", deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    "flyby",
+    deadline=None,
+    max_examples=20,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("flyby")
 

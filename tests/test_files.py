@@ -26,7 +26,8 @@ from flyby.errors import BadInput, Diverged, FlybyError, unknown
 from flyby.rng import generator, legacy_numpy, seed_of
 from flyby.settings import build, parse_assignment
 
-# -- canonical JSON ---------------------------------------------------------------------------------------------------------------------
+# -- canonical JSON
+# ---------------------------------------------------------------------------------------------------------------------
 
 values = st.recursive(
     st.none()
@@ -34,7 +35,9 @@ values = st.recursive(
     | st.integers(-(2**60), 2**60)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4)
+    ),
     max_leaves=10,
 )
 
@@ -57,7 +60,8 @@ def test_canonical_by_hand() -> None:
             files.canonical(bad)
 
 
-# -- whole or absent --------------------------------------------------------------------------------------------------------------------
+# -- whole or absent
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_takes_its_name_only_at_the_end(tmp_path: Path) -> None:
@@ -206,13 +210,20 @@ def test_file_digest(tmp_path: Path) -> None:
     assert files.file_digest(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
-# -- randomness -------------------------------------------------------------------------------------------------------------------------
+# -- randomness
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_are_pinned() -> None:
     assert seed_of(0, "site-0", "order", 1) == 646413547847134036
     assert legacy_numpy(0, "split", "iid").randint(0, 1000, 5).tolist() == [837, 851, 655, 113, 332]
-    assert torch.randint(0, 1000, (5,), generator=generator(0, "site-0", "order", 1)).tolist() == [943, 661, 461, 31, 795]
+    assert torch.randint(0, 1000, (5,), generator=generator(0, "site-0", "order", 1)).tolist() == [
+        943,
+        661,
+        461,
+        31,
+        795,
+    ]
 
 
 @given(st.lists(st.integers() | st.text("abc019-", max_size=5), min_size=1, max_size=4))
@@ -223,7 +234,13 @@ def test_a_key_gives_one_stream(key: list[Any]) -> None:
 
 
 def test_other_keys_give_other_streams() -> None:
-    keys = [(s, f"site-{k}", stage, e) for s in range(4) for k in (1, 11, 2) for stage in ("order", "views") for e in (1, 2, 12)]
+    keys = [
+        (s, f"site-{k}", stage, e)
+        for s in range(4)
+        for k in (1, 11, 2)
+        for stage in ("order", "views")
+        for e in (1, 2, 12)
+    ]
     assert len({seed_of(*key) for key in keys}) == len(keys)
     assert seed_of(1, 12) != seed_of(11, 2) != seed_of(112)
     assert len({float(legacy_numpy(*key).rand()) for key in keys}) == len(keys)
@@ -237,7 +254,8 @@ def test_asking_for_a_generator_leaves_the_global_ones_alone() -> None:
     assert pickle.dumps(np.random.get_state()) == states[1]
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------------------------
+# -- settings
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 class Oven(BaseModel):
@@ -269,11 +287,22 @@ def test_settings_are_built_or_the_wrong_one_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [
-        ("train.lr=0.01", "train.lr", 0.01), ("train.lr=1e-3", "train.lr", 0.001), ("a=5", "a", 5), ("a=true", "a", True), ("a=null", "a", None),
-        ("a=", "a", None), ("a=word", "a", "word"), ("a=[1, 2]", "a", [1, 2]), ("a=x=y", "a", "x=y"), (" a = 2 ", "a", 2),
-        ("a='1e-3'", "a", "1e-3"), ("a='007'", "a", "007"), ("a=two words", "a", "two words"), ("a={b: 1}", "a", {"b": 1}),
+        ("train.lr=0.01", "train.lr", 0.01),
+        ("train.lr=1e-3", "train.lr", 0.001),
+        ("a=5", "a", 5),
+        ("a=true", "a", True),
+        ("a=null", "a", None),
+        ("a=", "a", None),
+        ("a=word", "a", "word"),
+        ("a=[1, 2]", "a", [1, 2]),
+        ("a=x=y", "a", "x=y"),
+        (" a = 2 ", "a", 2),
+        ("a='1e-3'", "a", "1e-3"),
+        ("a='007'", "a", "007"),
+        ("a=two words", "a", "two words"),
+        ("a={b: 1}", "a", {"b": 1}),
     ],
-)  # fmt: skip
+)
 def test_assignments(text: str, key: str, value: Any) -> None:
     found = parse_assignment(text)
     assert found == (key, value)
@@ -286,7 +315,8 @@ def test_assignments_that_are_none(text: str) -> None:
         parse_assignment(text)
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------------------------
+# -- errors
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_exit_codes() -> None:

@@ -21,17 +21,29 @@ import typer
 from flyby import __version__
 from flyby.commands import audit, bench, catalogue, flower, keys, studies
 from flyby.commands.common import Compiled, Deadline, Device, Expect, Json, Poll, Quiet, Set, Size, compiling, say
-from flyby.commands.keys import KeyFile, LedgerFile, MaxBytes, MaxParcels, MaxTotal, Quarantine, RequireSigned, TrustFile
+from flyby.commands.keys import (
+    KeyFile,
+    LedgerFile,
+    MaxBytes,
+    MaxParcels,
+    MaxTotal,
+    Quarantine,
+    RequireSigned,
+    TrustFile,
+)
 from flyby.errors import BadInput, FlybyError
 
 if TYPE_CHECKING:
     from flyby.data.dataset import Dataset
-    from flyby.watch import Arrivals
+    from flyby.parcels.arrivals import Arrivals
 
 app = typer.Typer(
-    name="flyby", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    name="flyby",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="One-shot federated learning: every participant's model crosses the wire exactly once.",
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -52,7 +64,11 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _fail(f"no room left on the disk ({error.strerror}); make room and give the same command again (flyby run: with --resume)", 2)
+        _fail(
+            f"no room left on the disk ({error.strerror}); make room and give the same command again (flyby run: with"
+            " --resume)",
+            2,
+        )
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
             _fail(error.format_message() or "see flyby --help", 2)
@@ -65,7 +81,10 @@ def _fail(message: str, code: int) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _top(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
     if version:
         print(f"flyby {__version__}")
         raise typer.Exit
@@ -78,7 +97,9 @@ def run(
     method: Annotated[
         str, typer.Option(help="A method of `flyby methods`, or several with commas: a comparison on the same uploads.")
     ] = "aurora",
-    data: Annotated[str, typer.Option(help="digits, a folder of Parquet files or class folders, an .npz, hf:NAME.")] = "digits",
+    data: Annotated[
+        str, typer.Option(help="digits, a folder of Parquet files or class folders, an .npz, hf:NAME.")
+    ] = "digits",
     clients: Annotated[int, typer.Option(help="How many sites.")] = 5,
     alpha: Annotated[float, typer.Option(help="Dirichlet concentration: .05 very uneven, 100 nearly even.")] = 0.1,
     epochs: Annotated[int | None, typer.Option(help="Local epochs.")] = None,
@@ -91,28 +112,34 @@ def run(
     rounds: Annotated[int | None, typer.Option(help="FOL: collection rounds.")] = None,
     buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None,
     top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None,
-    eval_nodes: Annotated[str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")] = None,
-    engine: Annotated[str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")] = None,
+    eval_nodes: Annotated[
+        str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")
+    ] = None,
     device: Device = "auto",
     compiled: Compiled = None,
     size: Size = None,
     settings: Set = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    track: Annotated[bool, typer.Option("--track", help="Also write TensorBoard event files, one folder a site (extra: track).")] = False,
+    track: Annotated[
+        bool, typer.Option("--track", help="Also write TensorBoard event files, one folder a site (extra: track).")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a whole federation on one machine: split, train every site, fuse, evaluate, report."""
-    from flyby import forkserver
+    from flyby.engines import forkserver
 
     if forkserver.worth_starting(engine, device):
         forkserver.start()  # it imports torch for the workers while this process does so for itself
         atexit.register(forkserver.stop)
-    from flyby.methods import method_named
-    from flyby.study.compare import compare
-    from flyby.study.config import make_config
-    from flyby.study.run import run as run_one
-    from flyby.study.track import check_tracking, write_events
+    from flyby.report.track import check_tracking, write_events
+    from flyby.runs.compare import compare
+    from flyby.runs.config import make_config
+    from flyby.runs.methods import method_named
+    from flyby.runs.pipeline import run as run_one
 
     if track:
         check_tracking()
@@ -124,11 +151,18 @@ def run(
         raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
     configs = {
         name: make_config(
-            name, fusion=fusion, seed=seed, data={"name": data, "size": size}, model=model, epochs=epochs, assignments=compiling(settings, compiled), orient=meetings,
+            name,
+            fusion=fusion,
+            seed=seed,
+            data={"name": data, "size": size},
+            model=model,
+            epochs=epochs,
+            assignments=compiling(settings, compiled),
+            orient=meetings,
             split={"name": split, "clients": clients, "alpha": alpha, "min_size": min_size},
         )
         for name in names
-    }  # fmt: skip
+    }
     folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
     command = shlex.join(["flyby", *sys.argv[1:]])
     options: dict[str, Any] = {"engine": engine, "device": device, "resume": resume, "command": command, "quiet": quiet}
@@ -147,7 +181,10 @@ def run(
 def _line(result: dict[str, Any]) -> str:
     own = result["per_client"].values()
     sent = f"{result['uploads']} uploads, {result['bytes_up'] / 1e6:.2f} MB" if result["uploads"] else "nothing sent"
-    return f"{result['method']:<12} accuracy {result['accuracy']:.4f}   own-test mean {sum(own) / len(own):.4f}   {sent}   {result['seconds']:.1f} s"
+    return (
+        f"{result['method']:<12} accuracy {result['accuracy']:.4f}   own-test mean {sum(own) / len(own):.4f}   {sent}  "
+        f" {result['seconds']:.1f} s"
+    )
 
 
 @app.command()
@@ -168,9 +205,9 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train one real site on its own data and write the one parcel it will send."""
-    from flyby.signing import read_private
-    from flyby.study.config import make_config
-    from flyby.study.single import train_parcel
+    from flyby.parcels.signing import read_private
+    from flyby.runs.config import make_config
+    from flyby.runs.single import train_parcel
 
     secret = read_private(key) if key else None
     config = make_config(
@@ -183,21 +220,30 @@ def train(
     )
     name = site or (secret and secret.sender) or out.stem
     manifest, written = train_parcel(config, out, name, device=device, quiet=quiet, key=secret)
-    facts = {"parcel": str(out), "bytes": written, "sender": manifest.sender, "samples": manifest.samples, "counts": manifest.counts}
+    facts = {
+        "parcel": str(out),
+        "bytes": written,
+        "sender": manifest.sender,
+        "samples": manifest.samples,
+        "counts": manifest.counts,
+    }
     facts["signer"] = secret.public.fingerprint if secret else None
     say(
         facts,
         as_json,
-        f"{out}: {written:,} bytes from {manifest.samples} samples of {manifest.sender}; look inside with: flyby inspect {out}",
+        f"{out}: {written:,} bytes from {manifest.samples} samples of {manifest.sender}; look inside with: flyby"
+        f" inspect {out}",
     )
 
 
 @app.command()
-def inspect(path: Annotated[Path, typer.Argument(help="A .parcel file.")], trust: TrustFile = None, as_json: Json = False) -> None:
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A .parcel file.")], trust: TrustFile = None, as_json: Json = False
+) -> None:
     """Show what a parcel says and check that it is whole. Nothing in it is ever run."""
-    from flyby import parcel
-    from flyby.container import printable
-    from flyby.signing import Trust, verdict
+    from flyby.parcels import parcel
+    from flyby.parcels.container import printable
+    from flyby.parcels.signing import Trust, verdict
 
     made = parcel.read(path)
     signature = verdict(made, Trust.load(trust) if trust else None)
@@ -218,14 +264,23 @@ def inspect(path: Annotated[Path, typer.Argument(help="A .parcel file.")], trust
 
     table = Table(show_header=False, box=None, title=str(path), title_justify="left")
     head = m.spec.head if m.spec.head != "linear" else "linear head"
-    counts = ", ".join(f"{n}: {c}" for n, c in zip(m.class_names, m.counts, strict=True) if c) if m.counts else "not shared"
+    counts = (
+        ", ".join(f"{n}: {c}" for n, c in zip(m.class_names, m.counts, strict=True) if c) if m.counts else "not shared"
+    )
     for key, value in (
-        ("sender", m.sender), ("objective", m.method), ("model", f"{m.spec.name}, {head}, {facts['parameters']:,} parameters"),
-        ("images", f"{m.spec.size[0]}x{m.spec.size[1]}x{m.spec.channels}"), ("samples", f"{m.samples:,}"), ("class counts", counts),
-        ("codec", m.codec), ("extras", ", ".join(m.extras) or "none"), ("size", f"{facts['bytes']:,} bytes in {len(m.tensors)} tensors"),
-        ("checked", "whole: sizes, shapes, hashes and finiteness"), ("signature", signature.note),
+        ("sender", m.sender),
+        ("objective", m.method),
+        ("model", f"{m.spec.name}, {head}, {facts['parameters']:,} parameters"),
+        ("images", f"{m.spec.size[0]}x{m.spec.size[1]}x{m.spec.channels}"),
+        ("samples", f"{m.samples:,}"),
+        ("class counts", counts),
+        ("codec", m.codec),
+        ("extras", ", ".join(m.extras) or "none"),
+        ("size", f"{facts['bytes']:,} bytes in {len(m.tensors)} tensors"),
+        ("checked", "whole: sizes, shapes, hashes and finiteness"),
+        ("signature", signature.note),
         *_trained(m.provenance),
-    ):  # fmt: skip
+    ):
         table.add_row(key, Text(printable(str(value))))
     Console().print(table)
 
@@ -245,7 +300,8 @@ def fuse(
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     parcels: Annotated[list[Path] | None, typer.Argument(help="The .parcel files, one a site.")] = None,
     watch: Annotated[
-        Path | None, typer.Option(metavar="INBOX", help="Wait until enough parcels lie in this folder, instead of naming them.")
+        Path | None,
+        typer.Option(metavar="INBOX", help="Wait until enough parcels lie in this folder, instead of naming them."),
     ] = None,
     deadline: Deadline = None,
     expect: Expect = None,
@@ -260,7 +316,8 @@ def fuse(
         str | None, typer.Option(help="Labelled images to judge parcels by: refuse what knows no more than chance.")
     ] = None,
     min_sites: Annotated[
-        int | None, typer.Option(min=1, help="Go on without refused parcels if so many are left; by default all must do.")
+        int | None,
+        typer.Option(min=1, help="Go on without refused parcels if so many are left; by default all must do."),
     ] = None,
     ledger: LedgerFile = None,
     quarantine: Quarantine = None,
@@ -272,11 +329,11 @@ def fuse(
     as_json: Json = False,
 ) -> None:
     """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
-    from flyby.admission import open_gate
     from flyby.files import sole_writer
-    from flyby.study.run import SERVER
-    from flyby.study.single import fuse_parcels, fusion_of
-    from flyby.watch import Waiting
+    from flyby.parcels.arrivals import Waiting
+    from flyby.parcels.gate import open_gate
+    from flyby.runs.pipeline import SERVER
+    from flyby.runs.single import fuse_parcels, fusion_of
 
     waiting = Waiting.of(watch is not None, deadline, expect, min_sites if watch else None, poll)
     if (watch is None) is not bool(parcels):
@@ -285,24 +342,40 @@ def fuse(
     entrance |= {"max_bytes": max_bytes, "max_total": max_total, "max_parcels": max_parcels}
     with sole_writer(out):
         fusion_of(fusion, settings or (), out)  # nobody waits for hours to hear of a misspelt word
-        came = waiting.gather(watch, lambda path: open_gate(SERVER, out, **entrance).check(path).manifest) if watch and waiting else None
+        came = (
+            waiting.gather(watch, lambda path: open_gate(SERVER, out, **entrance).check(path).manifest)
+            if watch and waiting
+            else None
+        )
         gate = open_gate(SERVER, out, quarantine=quarantine, **entrance)
         facts = fuse_parcels(
-            came.files(rejected=quarantine is not None) if came else parcels or [], out, fusion, settings or (), proxy=proxy, seed=seed,
-            export=export, device=device, gate=gate, validation=validation, min_sites=waiting.quorum.least if waiting else min_sites, ledger=ledger,
-        )  # fmt: skip
+            came.files(rejected=quarantine is not None) if came else parcels or [],
+            out,
+            fusion,
+            settings or (),
+            proxy=proxy,
+            seed=seed,
+            export=export,
+            device=device,
+            gate=gate,
+            validation=validation,
+            min_sites=waiting.quorum.least if waiting else min_sites,
+            ledger=ledger,
+        )
     _tell(came, facts)
     for line in [*(one.line for one in gate.refused), *gate.notes]:
         print(f"note: {line}", file=sys.stderr)
     say(
         facts,
         as_json,
-        f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby evaluate {out} --data PATH",
+        f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby"
+        f" evaluate {out} --data PATH",
     )
 
 
 def _tell(came: Arrivals | None, facts: dict[str, Any]) -> None:
-    """Say what took no part: files that were not whole, or that came after the wait had ended. What was refused was said while waiting."""
+    """Say what took no part: files that were not whole, or that came after the wait had ended. What was refused was
+    said while waiting."""
     if came is None:
         return
     facts["watch"] = came.row()
@@ -321,7 +394,9 @@ def orient(
     watch: Annotated[bool, typer.Option("--watch", help="Wait until enough parcels lie in --received.")] = False,
     deadline: Deadline = None,
     expect: Expect = None,
-    min_sites: Annotated[int | None, typer.Option(min=1, help="With --watch: so many neighbours are enough at the deadline.")] = None,
+    min_sites: Annotated[
+        int | None, typer.Option(min=1, help="With --watch: so many neighbours are enough at the deadline.")
+    ] = None,
     poll: Poll = "5s",
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
     export: Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")] = True,
@@ -338,11 +413,11 @@ def orient(
     as_json: Json = False,
 ) -> None:
     """Personalise one real node's model from those it received, on its own data, with no server."""
-    from flyby import parcel
-    from flyby.admission import open_gate
     from flyby.files import sole_writer
-    from flyby.study.orient_run import orient_folder
-    from flyby.watch import Waiting
+    from flyby.parcels import parcel
+    from flyby.parcels.arrivals import Waiting
+    from flyby.parcels.gate import open_gate
+    from flyby.runs.population import orient_folder
 
     waiting = Waiting.of(watch, deadline, expect, min_sites, poll)
     entrance: dict[str, Any] = {"trust": trust, "require_signed": require_signed, "ledger": ledger}
@@ -356,14 +431,29 @@ def orient(
 
     with sole_writer(out):
         facts = orient_folder(
-            own, partial(wait, waiting) if waiting else received, data, out, variant=method, size=size, assignments=settings or (), seed=seed,
-            device=device, export=export, quarantine=quarantine, **entrance,
-        )  # fmt: skip
+            own,
+            partial(wait, waiting) if waiting else received,
+            data,
+            out,
+            variant=method,
+            size=size,
+            assignments=settings or (),
+            seed=seed,
+            device=device,
+            export=export,
+            quarantine=quarantine,
+            **entrance,
+        )
     _tell(arrivals[0] if arrivals else None, facts)
     for line in facts["log"]:
         print(f"note: {line}", file=sys.stderr)
     chosen = ", ".join(facts["chosen"]) or "none but itself"
-    say(facts, as_json, f"{out}: {facts['node']} from {facts['used']} of {facts['received']} received models; in its ensemble: {chosen}")
+    say(
+        facts,
+        as_json,
+        f"{out}: {facts['node']} from {facts['used']} of {facts['received']} received models; in its ensemble:"
+        f" {chosen}",
+    )
 
 
 @app.command()
@@ -376,16 +466,22 @@ def evaluate(
 ) -> None:
     """Accuracy of a model on labelled data, overall and per class."""
     from flyby.data.sources import load
-    from flyby.evaluation import accuracy, evaluate_dataset, per_class
     from flyby.fusion import load_predictor
-    from flyby.study.config import pick_device
+    from flyby.fusion.evaluation import accuracy, evaluate_dataset, per_class
+    from flyby.runs.config import pick_device
 
     predictor = load_predictor(model)
     bundle = load(data, size=size, holdout=0.2 if data.startswith("digits") else 0.0)
     judged: Dataset = bundle.test or bundle.train
     scores, part = evaluate_dataset(predictor, judged, pick_device(device))
     by_class = dict(zip(judged.class_names, per_class(scores, part.labels, judged.classes), strict=True))
-    facts = {"model": str(model), "data": data, "images": len(judged), "accuracy": accuracy(scores, part.labels), "per_class": by_class}
+    facts = {
+        "model": str(model),
+        "data": data,
+        "images": len(judged),
+        "accuracy": accuracy(scores, part.labels),
+        "per_class": by_class,
+    }
     lines = [
         f"accuracy {facts['accuracy']:.4f} on {len(judged)} images",
         *(f"  {n:<20} {a:.4f}" for n, a in by_class.items() if a is not None),
@@ -404,9 +500,9 @@ def predict(
     import torch
 
     from flyby.data.sources import read_images
-    from flyby.evaluation import scores_of
     from flyby.fusion import load_predictor
-    from flyby.study.config import pick_device
+    from flyby.fusion.evaluation import scores_of
+    from flyby.runs.config import pick_device
 
     predictor = load_predictor(model)
     pixels = torch.from_numpy(read_images(images, predictor.channels, predictor.size))

@@ -38,8 +38,9 @@ def unwritable(path: Path | str, error: OSError) -> BadInput:
     """What the system has against writing ``path``, as one sentence; a full disk says how to go on."""
     if error.errno in FULL:
         return BadInput(
-            f"no room left on the disk of {Path(path).absolute().parent} ({os.strerror(error.errno)}), so {Path(path).name} was not written; "
-            "make room and give the same command again (flyby run: with --resume), it goes on from what is there"
+            f"no room left on the disk of {Path(path).absolute().parent} ({os.strerror(error.errno)}), so"
+            f" {Path(path).name} was not written; make room and give the same command again (flyby run: with --resume),"
+            " it goes on from what is there"
         )
     return BadInput(f"cannot write {path}: {error.strerror or error}")
 
@@ -123,7 +124,8 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
 
 def _exchange(left: Path, right: Path) -> bool:
-    """Swap two folders in one step, so that a kill leaves either the old or the new one in its place. Linux can, on most file systems."""
+    """Swap two folders in one step, so that a kill leaves either the old or the new one in its place. Linux can, on
+    most file systems."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
     except (OSError, TypeError, AttributeError):
@@ -134,7 +136,8 @@ def _exchange(left: Path, right: Path) -> bool:
 
 @contextmanager
 def sole_writer(path: Path | str) -> Iterator[None]:
-    """One process an output file or folder: a second one that would write the same is told so. What a killed one left of it is taken away."""
+    """One process an output file or folder: a second one that would write the same is told so. What a killed one left
+    of it is taken away."""
     path = Path(path)
     lock = path.parent / f".{path.name}.lock"
     new = not path.parent.exists()
@@ -146,7 +149,8 @@ def sole_writer(path: Path | str) -> Iterator[None]:
     with handle:
         take_lock(handle, lock, path)
         try:
-            # As tempfile names them, and so no other output's; a folder that is built inside one that is built has both their marks.
+            # As tempfile names them, and so no other output's; a folder that is built inside one that is built has both
+            # their marks.
             name, mark = re.escape(path.name), r"\.[a-z0-9_]{8}\.(part|old)"
             left = re.compile(rf"\.{name}{mark}|\.\.{name}{mark}{mark}")
             sweep(entry for entry in path.parent.iterdir() if left.fullmatch(entry.name))
@@ -171,7 +175,9 @@ def take_lock(handle: IO[Any], lock: Path, output: Path) -> None:
         if not lock.exists() or not os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
             raise BlockingIOError  # its owner was just taking it away
     except OSError:
-        raise BadInput(f"another flyby process is working in {output}; wait for it, or name another folder with --out") from None
+        raise BadInput(
+            f"another flyby process is working in {output}; wait for it, or name another folder with --out"
+        ) from None
 
 
 def sweep(leftovers: Iterable[Path]) -> None:

@@ -1,7 +1,7 @@
 """Randomness: one generator per (seed, site, stage), passed in, never global.
 
-The key is hashed, so that neighbouring seeds give unrelated streams and a resumed stage needs no saved state: it asks for
-its generator again by name.
+The key is hashed, so that neighbouring seeds give unrelated streams and a resumed stage needs no saved state: it asks
+for its generator again by name.
 """
 
 from __future__ import annotations

@@ -13,34 +13,56 @@ from flyby.errors import BadInput
 
 
 def audit(
-    model: Annotated[Path, typer.Argument(help="A .parcel, a fused folder, or a run folder, whose own split is then used.")],
+    model: Annotated[
+        Path, typer.Argument(help="A .parcel, a fused folder, or a run folder, whose own split is then used.")
+    ],
     members: Annotated[str | None, typer.Option(help="Data whose training images the model was trained on.")] = None,
-    others: Annotated[str | None, typer.Option(help="Data of the same kind that it was not: its test images, or all.")] = None,
+    others: Annotated[
+        str | None, typer.Option(help="Data of the same kind that it was not: its test images, or all.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="For the bootstrap.")] = 0,
     size: Size = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Membership inference: how well a model alone tells the images it was trained on from others."""
+    from flyby.runs.config import pick_device
     from flyby.study.audit import audit_model, audit_run, is_run
-    from flyby.study.config import pick_device
 
     if members is not None and others is not None:
         facts = audit_model(model, members, others, size=size, device=pick_device(device), seed=seed)
         say(facts, as_json, "\n".join(_lines(facts)))
     elif members is None and others is None and is_run(model):
         found = dict(audit_run(model, device=pick_device(device), seed=seed))
-        say(found, as_json, "\n".join(line for name, facts in found.items() for line in (f"{name}:", *(f"  {x}" for x in _lines(facts)))))
+        say(
+            found,
+            as_json,
+            "\n".join(
+                line for name, facts in found.items() for line in (f"{name}:", *(f"  {x}" for x in _lines(facts)))
+            ),
+        )
     else:
-        raise BadInput("name --members (images the model was trained on) and --others (images it was not); a run folder needs neither")
+        raise BadInput(
+            "name --members (images the model was trained on) and --others (images it was not); a run folder needs"
+            " neither"
+        )
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
     accuracy = facts["accuracy"]
-    left_out = f"; {facts['left_out']} images of classes that only one side has are left out" if facts["left_out"] else ""
-    yield f"{facts['members']} members (accuracy {accuracy['members']:.4f}), {facts['others']} others ({accuracy['others']:.4f}){left_out}"
+    left_out = (
+        f"; {facts['left_out']} images of classes that only one side has are left out" if facts["left_out"] else ""
+    )
+    yield (
+        f"{facts['members']} members (accuracy {accuracy['members']:.4f}), {facts['others']} others"
+        f" ({accuracy['others']:.4f}){left_out}"
+    )
     yield f"{'attack':<12} {'AUC':>6}  {'95 % interval':<15} {'TPR at 1 % FPR':>15} {'at 0.1 %':>10}"
     for name, found in facts["attacks"].items():
-        rates = ("-" if rate is None else f"{rate:.4f}" for rate in (found["tpr_at_1_percent"], found["tpr_at_0.1_percent"]))
-        yield "{:<12} {:6.4f}  {:.4f} - {:.4f} {:>15} {:>10}".format(name, found["auc"], found["low"], found["high"], *rates)
+        rates = (
+            "-" if rate is None else f"{rate:.4f}" for rate in (found["tpr_at_1_percent"], found["tpr_at_0.1_percent"])
+        )
+        yield "{:<12} {:6.4f}  {:.4f} - {:.4f} {:>15} {:>10}".format(
+            name, found["auc"], found["low"], found["high"], *rates
+        )
     yield facts["verdict"]

@@ -1,4 +1,5 @@
-"""``flyby bench``: the speed of the real training loop against its limit and against an ordinary script, and how work grows."""
+"""``flyby bench``: the speed of the real training loop against its limit and against an ordinary script, and how work
+grows."""
 
 from __future__ import annotations
 
@@ -17,10 +18,15 @@ def bench(
     seconds: Annotated[float, typer.Option(help="How long each loop is measured.")] = 5.0,
     rounds: Annotated[int, typer.Option(min=1, help="Into how many interleaved turns.")] = 5,
     steps: Annotated[int | None, typer.Option(help="Steps in an epoch; 20.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes of the script's DataLoader; as many as cores, 16 at most.")] = None,
-    precision: Annotated[Literal["auto", "fp32", "bf16"], typer.Option(help="Of the limit and of flyby; auto is bf16 on a GPU.")] = "auto",
+    workers: Annotated[
+        int | None, typer.Option(help="Processes of the script's DataLoader; as many as cores, 16 at most.")
+    ] = None,
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16"], typer.Option(help="Of the limit and of flyby; auto is bf16 on a GPU.")
+    ] = "auto",
     compile: Annotated[
-        Literal["auto", "off", "graph", "full"], typer.Option(help="Of the limit and of flyby, as train.compile of a run.")
+        Literal["auto", "off", "graph", "full"],
+        typer.Option(help="Of the limit and of flyby, as train.compile of a run."),
     ] = "auto",
     only: Annotated[str, typer.Option(help="Some of plain,salt,aurora.")] = "",
     growth: Annotated[
@@ -28,19 +34,30 @@ def bench(
     ] = None,
     points: Annotated[str, typer.Option(help="Where growth is measured, e.g. 1,4,16.")] = "",
     engines: Annotated[str, typer.Option(help="Of --growth clients, e.g. inline,processes.")] = "",
-    out: Annotated[Path | None, typer.Option(help="A folder for the JSON, the table and the figure (SVG and PNG).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for the JSON, the table and the figure (SVG and PNG).")
+    ] = None,
     device: Device = "auto",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Measure flyby's training loop in one run against the bare step of the same network and against an ordinary DataLoader script."""
-    from flyby.study import bench as measured
-    from flyby.study import bench_figures, bench_growth
+    """Measure flyby's training loop in one run against the bare step of the same network and against an ordinary
+    DataLoader script."""
+    from flyby.bench import bench as measured
+    from flyby.bench import figures as bench_figures
+    from flyby.bench import growth as bench_growth
 
     facts: dict[str, Any]
     if growth:
         facts = bench_growth.grow(
-            growth, device=device, model=model, size=size, batch=batch, points=points, engines=_words(engines), quiet=quiet
+            growth,
+            device=device,
+            model=model,
+            size=size,
+            batch=batch,
+            points=points,
+            engines=_words(engines),
+            quiet=quiet,
         )
         text, name = bench_growth.describe(facts), f"bench-{growth}"
     else:

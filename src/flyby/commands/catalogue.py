@@ -13,7 +13,7 @@ from flyby.commands.common import Json
 
 def methods(as_json: Json = False) -> None:
     """The methods there are, what crosses the wire in each, what their halves need and provide."""
-    from flyby.methods import catalogue
+    from flyby.runs.methods import catalogue
 
     rows = catalogue()
     if as_json:

@@ -1,4 +1,5 @@
-"""``flyby flower``: a round over a Flower network, with TLS and authenticated nodes. Flower itself is imported by its own processes alone."""
+"""``flyby flower``: a round over a Flower network, with TLS and authenticated nodes. Flower itself is imported by its
+own processes alone."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from flyby.commands.common import Device, Json, Quiet, Set, Size, say
 from flyby.errors import BadInput
 
 app = typer.Typer(
-    name="flower", no_args_is_help=True, rich_markup_mode=None,
+    name="flower",
+    no_args_is_help=True,
+    rich_markup_mode=None,
     help="Carry the parcels over a Flower network: TLS, authenticated nodes, a deadline and a quorum.",
-)  # fmt: skip
+)
 
 Method = Annotated[str, typer.Option(help="Whose local training, a method of `flyby methods`.")]
 Fusion = Annotated[str | None, typer.Option(help="Another server rule than the method's own.")]
@@ -24,7 +27,9 @@ Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 Deadline = Annotated[str, typer.Option(help="Fuse after this time what is there, e.g. 90s, 10m, 2h.")]
 MinSites = Annotated[int | None, typer.Option(help="Fewest parcels to fuse; by default all that are expected.")]
 MaxMegabytes = Annotated[int, typer.Option(help="Largest parcel that a site may send.")]
-Trust = Annotated[Path | None, typer.Option(help="Whose signing key is whose: a file of `flyby keys trust` on the server's host.")]
+Trust = Annotated[
+    Path | None, typer.Option(help="Whose signing key is whose: a file of `flyby keys trust` on the server's host.")
+]
 RequireSigned = Annotated[bool, typer.Option("--require-signed", help="Take only parcels signed with a trusted key.")]
 Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
 
@@ -32,10 +37,13 @@ Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain Py
 @app.command("up")
 def up_command(
     data: Annotated[
-        list[str] | None, typer.Option(help="One source, split among the nodes as `flyby run` would, or one for each node (repeatable).")
+        list[str] | None,
+        typer.Option(help="One source, split among the nodes as `flyby run` would, or one for each node (repeatable)."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="How many SuperNodes; 3, or one for each --data.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder for model, parcels, ledger.json and result.json.")] = Path("flower-round"),
+    out: Annotated[Path, typer.Option(help="The folder for model, parcels, ledger.json and result.json.")] = Path(
+        "flower-round"
+    ),
     method: Method = "aurora",
     fusion: Fusion = None,
     epochs: Epochs = None,
@@ -54,20 +62,28 @@ def up_command(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Try it here: a SuperLink and SuperNodes on this machine, one whole round over TLS, and everything taken down again."""
+    """Try it here: a SuperLink and SuperNodes on this machine, one whole round over TLS, and everything taken down
+    again."""
     from flyby.deploy.round import read_round
     from flyby.deploy.trial import up
 
     sources = data or ["digits"]
     if len(sources) > 1 and nodes not in (None, len(sources)):
-        raise BadInput(f"--nodes {nodes} does not fit {len(sources)} sources; leave it out, or name one source to be split")
+        raise BadInput(
+            f"--nodes {nodes} does not fit {len(sources)} sources; leave it out, or name one source to be split"
+        )
     if nodes is not None and nodes < 1:
         raise BadInput("--nodes must be at least 1")
     asked = read_round(_told(locals()))
     result = up(
-        sources, asked, settings or (), nodes=nodes or 3, split={"name": split, "alpha": alpha, "min_size": min_size}, device=device,
+        sources,
+        asked,
+        settings or (),
+        nodes=nodes or 3,
+        split={"name": split, "alpha": alpha, "min_size": min_size},
+        device=device,
         tell=(lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True)),
-    )  # fmt: skip
+    )
     say(result, as_json, _line(result, out))
 
 
@@ -82,14 +98,19 @@ def _told(words: dict[str, Any]) -> dict[str, Any]:
 def _line(result: dict[str, Any], out: Path) -> str:
     judged = f"accuracy {result['accuracy']:.4f}   " if "accuracy" in result else ""
     absent = [f"{row['site'] or row['node']}: {row['reason']}" for row in [*result["late"], *result["failed"]]]
-    first = f"{result['method']:<12} {judged}{result['uploads']} uploads, {result['bytes_up'] / 1e6:.2f} MB   {result['seconds']['collect']:.1f} s"
+    first = (
+        f"{result['method']:<12} {judged}{result['uploads']} uploads, {result['bytes_up'] / 1e6:.2f} MB  "
+        f" {result['seconds']['collect']:.1f} s"
+    )
     return "\n".join([first, *(f"without {line}" for line in absent), f"model: {out}"])
 
 
 @app.command()
 def certs(
     folder: Annotated[Path, typer.Argument(help="The folder to write.")],
-    host: Annotated[list[str] | None, typer.Option(help="A name or IP address of the SuperLink's host (repeatable).")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="A name or IP address of the SuperLink's host (repeatable).")
+    ] = None,
     days: Annotated[int, typer.Option(help="For how long the certificate holds.")] = 365,
     as_json: Json = False,
 ) -> None:
@@ -98,7 +119,11 @@ def certs(
 
     paths = write_certificates(folder, host or (), days)
     facts = {name: str(path) for name, path in paths.items()}
-    say(facts, as_json, f"{paths['ca']}: for every host\n{paths['certificate']}, {paths['key']}: for the SuperLink's host alone")
+    say(
+        facts,
+        as_json,
+        f"{paths['ca']}: for every host\n{paths['certificate']}, {paths['key']}: for the SuperLink's host alone",
+    )
 
 
 @app.command()
@@ -112,7 +137,9 @@ def keys(
 
     made = {site: write_node_keys(folder, site) for site in sites}
     facts = {site: {name: str(path) for name, path in paths.items()} for site, paths in made.items()}
-    lines = [f"{paths['key']}: stays at {site}; register {paths['public']} at the SuperLink" for site, paths in made.items()]
+    lines = [
+        f"{paths['key']}: stays at {site}; register {paths['public']} at the SuperLink" for site, paths in made.items()
+    ]
     say(facts, as_json, "\n".join(lines))
 
 
@@ -120,7 +147,9 @@ def keys(
 def app_command(
     folder: Annotated[Path, typer.Argument(help="The folder to write.")],
     sites: Annotated[int, typer.Option(help="How many sites are expected; 0 waits for the deadline.")] = 0,
-    out: Annotated[str, typer.Option(help="The folder on the SuperLink's host for model, parcels and result.json.")] = "flower-round",
+    out: Annotated[
+        str, typer.Option(help="The folder on the SuperLink's host for model, parcels and result.json.")
+    ] = "flower-round",
     method: Method = "aurora",
     fusion: Fusion = None,
     epochs: Epochs = None,
@@ -143,4 +172,8 @@ def app_command(
 
     asked = read_round({**_told(locals()), "settings": joined(settings or ())}).check()
     write_app(folder, asked)
-    say({"app": str(folder), "config": asked.scalars()}, as_json, f"{folder}: start the round with: flwr run {folder} --stream")
+    say(
+        {"app": str(folder), "config": asked.scalars()},
+        as_json,
+        f"{folder}: start the round with: flwr run {folder} --stream",
+    )

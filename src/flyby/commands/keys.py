@@ -1,4 +1,5 @@
-"""``flyby keys``: make a key pair, look at one, say whose key is whose; ``flyby sign`` for a parcel that exists already."""
+"""``flyby keys``: make a key pair, look at one, say whose key is whose; ``flyby sign`` for a parcel that exists
+already."""
 
 from __future__ import annotations
 
@@ -10,19 +11,30 @@ import typer
 from flyby.commands.common import Json, say
 
 app = typer.Typer(
-    help="Keys to sign parcels with, and the trust file that says whose key is whose.", no_args_is_help=True, rich_markup_mode=None
+    help="Keys to sign parcels with, and the trust file that says whose key is whose.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 KeyFile = Annotated[Path | None, typer.Option("--key", help="Sign with this private key of `flyby keys new`.")]
 TrustFile = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
-RequireSigned = Annotated[bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")]
-LedgerFile = Annotated[
-    Path | None, typer.Option("--ledger", help="Who has sent before: refuse them, and add those let in (made if not there).")
+RequireSigned = Annotated[
+    bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")
 ]
-Quarantine = Annotated[Path | None, typer.Option("--quarantine", help="Move refused parcels here, each beside the reason.")]
+LedgerFile = Annotated[
+    Path | None,
+    typer.Option("--ledger", help="Who has sent before: refuse them, and add those let in (made if not there)."),
+]
+Quarantine = Annotated[
+    Path | None, typer.Option("--quarantine", help="Move refused parcels here, each beside the reason.")
+]
 MaxBytes = Annotated[int | None, typer.Option("--max-bytes", min=1, help="Largest parcel to take; 4 GiB by default.")]
-MaxTotal = Annotated[int | None, typer.Option("--max-total", min=1, help="Most bytes of all parcels together; 64 GiB by default.")]
-MaxParcels = Annotated[int | None, typer.Option("--max-parcels", min=1, help="Most parcels to take; 10,000 by default.")]
+MaxTotal = Annotated[
+    int | None, typer.Option("--max-total", min=1, help="Most bytes of all parcels together; 64 GiB by default.")
+]
+MaxParcels = Annotated[
+    int | None, typer.Option("--max-parcels", min=1, help="Most parcels to take; 10,000 by default.")
+]
 
 
 @app.command()
@@ -32,25 +44,31 @@ def new(
     as_json: Json = False,
 ) -> None:
     """Make a key pair: NAME.key stays here, NAME.pub goes to whoever receives this site's parcels."""
-    from flyby.signing import new_key
+    from flyby.parcels.signing import new_key
 
     secret, public, key = new_key(name, out)
     facts = {"sender": name, "private": str(secret), "public": str(public), "fingerprint": key.fingerprint}
     say(
         facts,
         as_json,
-        f"{secret}: keep it here and private\n{public}: give it to the receivers of your parcels\nfingerprint: {key.fingerprint}",
+        f"{secret}: keep it here and private\n{public}: give it to the receivers of your parcels\nfingerprint:"
+        f" {key.fingerprint}",
     )
 
 
 @app.command()
 def show(file: Annotated[Path, typer.Argument(help="A .pub or .key file.")], as_json: Json = False) -> None:
     """Whose key a file holds, the public key and its fingerprint, for two people to compare."""
-    from flyby.signing import read_either
+    from flyby.parcels.signing import read_either
 
     key = read_either(file)
     facts = {"sender": key.sender, "public_key": key.text, "fingerprint": key.fingerprint}
-    say(facts, as_json, f"sender:      {key.sender or 'not named in the file'}\npublic key:  {key.text}\nfingerprint: {key.fingerprint}")
+    say(
+        facts,
+        as_json,
+        f"sender:      {key.sender or 'not named in the file'}\npublic key:  {key.text}\nfingerprint:"
+        f" {key.fingerprint}",
+    )
 
 
 @app.command()
@@ -63,7 +81,7 @@ def trust(
     as_json: Json = False,
 ) -> None:
     """Trust a public key as a sender's, after its fingerprint was compared by some other way than the one it came by."""
-    from flyby.signing import Trust, read_public
+    from flyby.parcels.signing import Trust, read_public
 
     known = Trust.load(trust_file) if trust_file.exists() else Trust()
     key = read_public(public_key)
@@ -77,7 +95,11 @@ def trust(
         "keys": len(known.senders[name]),
         "senders": len(known.senders),
     }
-    say(facts, as_json, f"{trust_file}: {name} is trusted with {key.fingerprint}; senders in the file: {len(known.senders)}")
+    say(
+        facts,
+        as_json,
+        f"{trust_file}: {name} is trusted with {key.fingerprint}; senders in the file: {len(known.senders)}",
+    )
 
 
 def sign(
@@ -87,12 +109,21 @@ def sign(
     as_json: Json = False,
 ) -> None:
     """Sign a parcel that exists already. Its content stays as it is."""
-    from flyby import parcel as parcels
-    from flyby.signing import read_private
-    from flyby.signing import sign as signed
+    from flyby.parcels import parcel as parcels
+    from flyby.parcels.signing import read_private
+    from flyby.parcels.signing import sign as signed
 
     secret, target = read_private(key), out or parcel
     made = signed(parcels.read(parcel), secret)
     written = parcels.write(made, target)
-    facts = {"parcel": str(target), "bytes": written, "sender": made.manifest.sender, "fingerprint": secret.public.fingerprint}
-    say(facts, as_json, f"{target}: {written:,} bytes, signed by {made.manifest.sender} with {secret.public.fingerprint}")
+    facts = {
+        "parcel": str(target),
+        "bytes": written,
+        "sender": made.manifest.sender,
+        "fingerprint": secret.public.fingerprint,
+    }
+    say(
+        facts,
+        as_json,
+        f"{target}: {written:,} bytes, signed by {made.manifest.sender} with {secret.public.fingerprint}",
+    )

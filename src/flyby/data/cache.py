@@ -1,7 +1,8 @@
 """The decode cache: every source becomes one memory-mapped ``images.npy`` that all worker processes share.
 
-An entry is a folder named by the hash of the source's content and the decode settings; it holds ``images.npy`` (uint8 [N, H, W, C], the
-splits one after another), ``labels.npy`` and ``entry.json``. It appears whole or not at all, and is rebuilt when its sizes are wrong.
+An entry is a folder named by the hash of the source's content and the decode settings; it holds ``images.npy`` (uint8
+[N, H, W, C], the splits one after another), ``labels.npy`` and ``entry.json``. It appears whole or not at all, and is
+rebuilt when its sizes are wrong.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ if TYPE_CHECKING:
 FORMAT = 1  # raise it when decoding or the layout changes: old entries are then simply never asked for
 BROKEN_SHARE = 0.01
 CHUNK = 128
-# Measured on two cores (images a second, one thread / two): 32x32 JPEG 14k / 9k (threads fight for the interpreter), 64x64 10k / 9k,
-# 128x128 4k / 8k (Pillow decodes outside the interpreter lock). So small images get one decoding thread and larger ones all cores.
+# Measured on two cores (images a second, one thread / two): 32x32 JPEG 14k / 9k (threads fight for the interpreter),
+# 64x64 10k / 9k,
+# 128x128 4k / 8k (Pillow decodes outside the interpreter lock). So small images get one decoding thread and larger ones
+# all cores.
 SMALL = 64 * 64
 
 Pixels = npt.NDArray[np.uint8]
-Item = bytes | Path | Pixels | None  # an encoded image, a file of one, an image already decoded, or nothing (which counts as broken)
+Item = (
+    bytes | Path | Pixels | None
+)  # an encoded image, a file of one, an image already decoded, or nothing (which counts as broken)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def root_of(cache: Path | None) -> Path:
     return Path(os.path.expanduser(cache or os.environ.get("FLYBY_CACHE") or "~/.cache/flyby")).absolute()
 
 
-# -- the key ----------------------------------------------------------------------------------------------------------------------------
+# -- the key
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def key_of(sources: Mapping[str, Path], settings: Mapping[str, Any], root: Path) -> str:
@@ -108,7 +114,8 @@ def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
                     hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
-        # A file written this very moment could change again within one tick of the clock, unseen: remember it only once it has settled.
+        # A file written this very moment could change again within one tick of the clock, unseen: remember it only once
+        # it has settled.
         if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
             fresh[paths[name]] = [*stamp, hashes[name]]
     if fresh != known:
@@ -117,11 +124,15 @@ def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
     return hashes
 
 
-# -- entries ----------------------------------------------------------------------------------------------------------------------------
+# -- entries
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
-def fetch(root: Path, key: str, read: Callable[[], Contents], *, size: int | None = None, progress: str | None = None) -> Entry:
-    """The entry ``key``, from the cache or else decoded from ``read()`` into it; ``progress`` is the title of a progress bar, if any."""
+def fetch(
+    root: Path, key: str, read: Callable[[], Contents], *, size: int | None = None, progress: str | None = None
+) -> Entry:
+    """The entry ``key``, from the cache or else decoded from ``read()`` into it; ``progress`` is the title of a
+    progress bar, if any."""
     entry = _open(root / "decoded" / key)
     if entry is not None:
         return entry
@@ -136,15 +147,19 @@ def fetch(root: Path, key: str, read: Callable[[], Contents], *, size: int | Non
                     if _open(folder) is not None:
                         raise FileExistsError("built meanwhile")
             except OSError as error:
-                # Not every system has the lock: two may then build at once, and the entry of whoever is first serves both.
+                # Not every system has the lock: two may then build at once, and the entry of whoever is first serves
+                # both.
                 entry = _open(folder)
                 if entry is None:
                     raise BadInput(
-                        f"cannot write the decode cache {folder.parent}: {error.strerror or error}; name another folder in FLYBY_CACHE"
+                        f"cannot write the decode cache {folder.parent}: {error.strerror or error}; name another folder"
+                        " in FLYBY_CACHE"
                     ) from error
             entry = entry or _open(folder)
     if entry is None:
-        raise BadInput(f"the decode cache {folder.parent} loses what is written to it; name another folder in FLYBY_CACHE")
+        raise BadInput(
+            f"the decode cache {folder.parent} loses what is written to it; name another folder in FLYBY_CACHE"
+        )
     return entry
 
 
@@ -174,7 +189,8 @@ def writable(root: Path) -> Path:
             return root
     except OSError as error:
         user = os.getuid() if hasattr(os, "getuid") else 0
-        # The same folder for all of this user's processes, so that they share it; but not one that somebody else laid out.
+        # The same folder for all of this user's processes, so that they share it; but not one that somebody else laid
+        # out.
         spare = Path(tempfile.gettempdir()) / f"flyby-cache-{user}"
         try:
             spare.mkdir(mode=0o700, exist_ok=True)
@@ -182,25 +198,32 @@ def writable(root: Path) -> Path:
         except OSError:
             mine = False
         spare = spare if mine else Path(tempfile.mkdtemp(prefix="flyby-cache-"))
-        print(f"warning: the cache folder {root} cannot be written ({error.strerror or error}); using {spare}", file=sys.stderr)
+        print(
+            f"warning: the cache folder {root} cannot be written ({error.strerror or error}); using {spare}",
+            file=sys.stderr,
+        )
         return spare
 
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One builder at a time for an entry; where the system has no such lock, ``atomic_folder`` alone keeps the entry whole."""
+    """One builder at a time for an entry; where the system has no such lock, ``atomic_folder`` alone keeps the entry
+    whole."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
             folder.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context((folder.parent / f".{folder.name}.lock").open("wb")), fcntl.LOCK_EX)
-            for stale in folder.parent.glob(f".{folder.name}.*/"):  # left by a killed process: nobody else builds this entry now
+            for stale in folder.parent.glob(
+                f".{folder.name}.*/"
+            ):  # left by a killed process: nobody else builds this entry now
                 shutil.rmtree(stale, ignore_errors=True)
         yield
 
 
-# -- building an entry ------------------------------------------------------------------------------------------------------------------
+# -- building an entry
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class _Colour(Exception):
@@ -227,8 +250,8 @@ class _Writer:
             self.file.write(self.header())
         if (height, width) != (self.height, self.width):
             raise BadInput(
-                f"images differ in size ({self.first} is {self.height}x{self.width}, {part.where(row)} is {height}x{width}); "
-                "give them one size with --set data.size=64"
+                f"images differ in size ({self.first} is {self.height}x{self.width}, {part.where(row)} is"
+                f" {height}x{width}); give them one size with --set data.size=64"
             )
         if channels != self.channels:
             if self.channels != 3 or channels != 1:
@@ -281,7 +304,12 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
             shape = [len(kept), writer.height, writer.width, writer.channels]
             writer.hash.update(files.canonical({"shape": shape, "class_names": list(contents.class_names)}))
             groups = None if part.groups is None else [part.groups[row] for row in kept]
-            splits[part.split] = {"start": start, "stop": writer.count, "digest": writer.hash.hexdigest()[:16], "groups": groups}
+            splits[part.split] = {
+                "start": start,
+                "stop": writer.count,
+                "digest": writer.hash.hexdigest()[:16],
+                "groups": groups,
+            }
         if new_broken > BROKEN_SHARE * total:
             raise _too_broken(broken[-new_broken:], total)
         file.seek(0)
@@ -290,7 +318,10 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
         os.fsync(file.fileno())
     np.save(folder / "labels.npy", np.concatenate(labels), allow_pickle=False)
     sizes = {name: (folder / name).stat().st_size for name in ("images.npy", "labels.npy")}
-    files.write_json(folder / "entry.json", {"bytes": sizes, "splits": splits, "class_names": list(contents.class_names), "broken": broken})
+    files.write_json(
+        folder / "entry.json",
+        {"bytes": sizes, "splits": splits, "class_names": list(contents.class_names), "broken": broken},
+    )
 
 
 def _too_broken(broken: Sequence[str], total: int) -> BadInput:
@@ -352,17 +383,22 @@ def _bar(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
             yield lambda n: progress.advance(task, n)
 
 
-# -- one image --------------------------------------------------------------------------------------------------------------------------
+# -- one image
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 def decode(item: bytes | Path | Pixels, size: tuple[int, int] | None = None) -> Pixels:
-    """One image as uint8 [H, W, C], C = 1 for grey and 3 for colour; transparency lies on black; resized to (H, W) if asked."""
+    """One image as uint8 [H, W, C], C = 1 for grey and 3 for colour; transparency lies on black; resized to (H, W) if
+    asked."""
     from PIL import Image, ImageOps
 
     if isinstance(item, np.ndarray):
         if size is None or item.shape[:2] == size:
             return item
-        bands = [Image.fromarray(item[:, :, band]).resize(size[::-1], Image.Resampling.BILINEAR) for band in range(item.shape[2])]
+        bands = [
+            Image.fromarray(item[:, :, band]).resize(size[::-1], Image.Resampling.BILINEAR)
+            for band in range(item.shape[2])
+        ]
         return np.stack([np.asarray(band) for band in bands], axis=2)
     with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as opened:
         flat = _flat(ImageOps.exif_transpose(opened) if "exif" in opened.info else opened)

@@ -30,7 +30,10 @@ class Dataset:
             raise BadInput(f"images must be [N, H, W, C] with one label each; got {self.images.shape} for {n} labels")
         if n and (self.labels.min() < 0 or self.labels.max() >= len(self.class_names)):
             bad = int(self.labels.min()) if self.labels.min() < 0 else int(self.labels.max())
-            raise BadInput(f"label {bad} is outside 0..{len(self.class_names) - 1}, the range of the {len(self.class_names)} class names")
+            raise BadInput(
+                f"label {bad} is outside 0..{len(self.class_names) - 1}, the range of the {len(self.class_names)} class"
+                " names"
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,13 +59,17 @@ class Dataset:
         self, indices: npt.NDArray[np.int64] | None = None, device: torch.device | str = "cpu"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(images uint8 [n, H, W, C], labels int64 [n]) on a device; only the rows asked for are read from disk."""
-        picked = [np.array(column) if indices is None else np.asarray(column[indices]) for column in (self.images, self.labels)]
+        picked = [
+            np.array(column) if indices is None else np.asarray(column[indices])
+            for column in (self.images, self.labels)
+        ]
         return torch.from_numpy(picked[0]).to(device), torch.from_numpy(picked[1]).to(device)
 
 
 @dataclass(frozen=True)
 class DataBundle:
-    """What a ``--data`` argument names: training images, test images where there are any, and what was wrong with the rest.
+    """What a ``--data`` argument names: training images, test images where there are any, and what was wrong with the
+    rest.
 
     ``test`` is never used to choose anything. ``mirror`` says whether a flipped image still means the same.
     """

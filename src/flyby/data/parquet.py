@@ -1,4 +1,5 @@
-"""Parquet image files in the Hugging Face layout: which files there are, what their columns hold, and their images block by block."""
+"""Parquet image files in the Hugging Face layout: which files there are, what their columns hold, and their images
+block by block."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from flyby.data.cache import Item, Part
 from flyby.errors import BadInput
 
 # The names that a split goes by, and the part it plays.
-SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation", "test": "test"}
+SPLITS = {
+    "train": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
 SHARD = re.compile(r"(.+?)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?")
@@ -24,7 +32,8 @@ BLOCK = 1024  # rows held in memory at a time
 
 
 def find(root: Path, name: str) -> list[Path]:
-    """The Parquet files of a dataset folder: in it, in its ``data``, in its folders named by split, or in its only other folder."""
+    """The Parquet files of a dataset folder: in it, in its ``data``, in its folders named by split, or in its only
+    other folder."""
 
     def within(folder: Path) -> list[Path]:
         return sorted(path for path in folder.glob("*.parquet") if not path.name.startswith("."))
@@ -37,12 +46,15 @@ def find(root: Path, name: str) -> list[Path]:
     inside = sorted(root.iterdir()) if root.is_dir() else []
     holders = [folder for folder in inside if folder.is_dir() and not folder.name.startswith(".") and within(folder)]
     if len(holders) > 1 and any(folder.name.lower() not in SPLITS for folder in holders):
-        raise BadInput(f"{name} holds several Parquet datasets ({', '.join(folder.name for folder in holders)}); name one of them")
+        raise BadInput(
+            f"{name} holds several Parquet datasets ({', '.join(folder.name for folder in holders)}); name one of them"
+        )
     return [path for folder in holders for path in within(folder)]
 
 
 def shards(root: Path, name: str) -> dict[str, list[Path]]:
-    """The Parquet files of each split, as its files name it, in order; a missing shard is an error rather than a smaller dataset."""
+    """The Parquet files of each split, as its files name it, in order; a missing shard is an error rather than a
+    smaller dataset."""
     found: dict[str, list[Path]] = {}
     numbers: dict[str, list[tuple[int, int]]] = {}
     paths = find(root, name)
@@ -58,7 +70,8 @@ def shards(root: Path, name: str) -> dict[str, list[Path]]:
     for split, seen in numbers.items():
         if sorted(seen) != [(i, len(found[split])) for i in range(len(found[split]))]:
             raise BadInput(
-                f"{name} has {len(found[split])} files of its {split} split where their names promise {seen[0][1]}; fetch them again"
+                f"{name} has {len(found[split])} files of its {split} split where their names promise {seen[0][1]};"
+                " fetch them again"
             )
     return found
 
@@ -83,11 +96,16 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Par
                 grouped = False
             table = file.read(columns=[label, *([column] if column is not None and grouped else [])])
             if table[label].null_count:
-                raise BadInput(f"{path} has {table[label].null_count} rows without a label; fill them in or leave the rows out")
+                raise BadInput(
+                    f"{path} has {table[label].null_count} rows without a label; fill them in or leave the rows out"
+                )
             labels.append(table[label].to_numpy().astype(np.int64))
             if column is not None and grouped:
                 if table[column].null_count:
-                    raise BadInput(f"{path} has {table[column].null_count} rows without a {column!r}; fill them in or leave the rows out")
+                    raise BadInput(
+                        f"{path} has {table[column].null_count} rows without a {column!r}; fill them in or leave the"
+                        " rows out"
+                    )
                 groups += [str(value) for value in table[column].to_pylist()]
             names += _class_names(schema, label)
     starts = np.cumsum([0, *(len(part) for part in labels)])
@@ -140,10 +158,13 @@ def _label_column(schema: Any, path: Path, column: str | None) -> str:
     named = [name for name in LABEL_COLUMNS if name in schema.names]
     whole = [field.name for field in schema if types.is_integer(field.type) and field.name != column]
     if named and named[0] not in whole:
-        raise BadInput(f"the column {named[0]} of {path} holds {schema.field(named[0]).type}; labels must be whole numbers from 0")
+        raise BadInput(
+            f"the column {named[0]} of {path} holds {schema.field(named[0]).type}; labels must be whole numbers from 0"
+        )
     if not named and len(whole) != 1:
         raise BadInput(
-            f"{path} has no label column: it needs one called label, of whole numbers; its columns are {', '.join(schema.names)}"
+            f"{path} has no label column: it needs one called label, of whole numbers; its columns are"
+            f" {', '.join(schema.names)}"
         )
     return (named or whole)[0]
 

@@ -34,7 +34,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Site:
-    """What one participant holds. ``counts`` are its training images per class; ``mirror`` says whether flips are harmless."""
+    """What one participant holds. ``counts`` are its training images per class; ``mirror`` says whether flips are
+    harmless."""
 
     id: str
     train: Part
@@ -56,17 +57,22 @@ class Site:
         return int(self.train.images.shape[3])
 
     def to(self, device: torch.device | str) -> Site:
-        return Site(self.id, self.train.to(device), self.val.to(device), self.test.to(device), self.class_names, self.mirror)
+        return Site(
+            self.id, self.train.to(device), self.val.to(device), self.test.to(device), self.class_names, self.mirror
+        )
 
 
 def site_of(bundle: DataBundle, split: Split, name: str) -> Site:
-    """One site of a split, with its replicas made (after the split, so that no copy crosses from one part into another)."""
+    """One site of a split, with its replicas made (after the split, so that no copy crosses from one part into
+    another)."""
     share, copies = split.shares[name], split.settings.replicas
     parts: dict[str, Part] = {}
     for part, indices in (("train", share.train), ("val", share.val), ("test", share.test)):
         images, labels = bundle.train.tensors(indices)
         if copies and len(labels):
-            images = torch.cat([images] + [_replica(images, bundle.mirror, split.seed, name, part, r) for r in range(copies)])
+            images = torch.cat(
+                [images] + [_replica(images, bundle.mirror, split.seed, name, part, r) for r in range(copies)]
+            )
             labels = labels.repeat(copies + 1)
         parts[part] = Part(images, labels)
     return Site(name, parts["train"], parts["val"], parts["test"], bundle.train.class_names, bundle.mirror)
@@ -80,7 +86,8 @@ def _replica(images: Tensor, mirror: bool, *key: object) -> Tensor:
 
 
 def whole_site(bundle: DataBundle, name: str, val: float = 0.0, seed: int = 0) -> Site:
-    """A real site whose data is all its own: ``flyby train``. A validation split in the source, or a share of it, is held out."""
+    """A real site whose data is all its own: ``flyby train``. A validation split in the source, or a share of it, is
+    held out."""
     from flyby.data.splits import hold_out
     from flyby.rng import legacy_numpy
 
@@ -101,5 +108,7 @@ def whole_site(bundle: DataBundle, name: str, val: float = 0.0, seed: int = 0) -
     )
 
 
-def part_of(data: Dataset, indices: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None) -> Part:
+def part_of(
+    data: Dataset, indices: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
+) -> Part:
     return Part(*data.tensors(None if indices is None else np.asarray(indices, dtype=np.int64)))

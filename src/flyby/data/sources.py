@@ -47,11 +47,26 @@ def catalogue() -> list[dict[str, str]]:
         (
             "parquet",
             "FOLDER",
-            "Parquet image files in the Hugging Face layout: train-00000-of-00001.parquet, test-..., columns image and label",
+            (
+                "Parquet image files in the Hugging Face layout: train-00000-of-00001.parquet, test-..., columns image"
+                " and label"
+            ),
         ),
-        ("folders", "FOLDER", "a folder of class folders: FOLDER/CLASS/*.png, or FOLDER/train/CLASS/* and FOLDER/test/CLASS/*"),
-        ("npz", "FILE.npz", "numpy arrays: images and labels, or x_train, y_train, x_test, y_test; uint8, [N, H, W] or [N, H, W, C]"),
-        ("hub", "hf:OWNER/NAME", "a Parquet dataset on the Hugging Face hub (hf:OWNER/NAME/CONFIG if it has several); needs flyby[hub]"),
+        (
+            "folders",
+            "FOLDER",
+            "a folder of class folders: FOLDER/CLASS/*.png, or FOLDER/train/CLASS/* and FOLDER/test/CLASS/*",
+        ),
+        (
+            "npz",
+            "FILE.npz",
+            "numpy arrays: images and labels, or x_train, y_train, x_test, y_test; uint8, [N, H, W] or [N, H, W, C]",
+        ),
+        (
+            "hub",
+            "hf:OWNER/NAME",
+            "a Parquet dataset on the Hugging Face hub (hf:OWNER/NAME/CONFIG if it has several); needs flyby[hub]",
+        ),
     )
     return [{"name": name, "form": form, "note": note} for name, form, note in rows]
 
@@ -67,13 +82,16 @@ def load(
 ) -> DataBundle:
     """The images that ``name`` stands for, decoded once and memory-mapped from then on.
 
-    ``size`` resizes every image to size x size; ``holdout`` keeps that share of each class as test images where the source has none;
-    ``column`` is the column of a natural user or site, kept as ``Dataset.groups``; ``cache`` is where decoded images are kept.
+    ``size`` resizes every image to size x size; ``holdout`` keeps that share of each class as test images where the
+    source has none; ``column`` is the column of a natural user or site, kept as ``Dataset.groups``; ``cache`` is where
+    decoded images are kept.
     """
     if size is not None and not 1 <= size <= 4096:
         raise BadInput(f"data.size must lie between 1 and 4096 pixels, not {size}")
     if not 0.0 <= holdout < 1.0:
-        raise BadInput(f"data.holdout is the share of images kept for testing and must be at least 0 and below 1, not {holdout}")
+        raise BadInput(
+            f"data.holdout is the share of images kept for testing and must be at least 0 and below 1, not {holdout}"
+        )
     root = store.root_of(cache)
     try:
         source = _find(name, size, column, root)
@@ -85,13 +103,16 @@ def load(
     if holdout > 0 and not len(entry.splits.get("test", ())):
         # A copy in the new order rather than a selection, so that both parts are memory maps too.
         whole = entry
-        entry = store.fetch(root, store.key_of({}, {"of": key, "holdout": holdout}, root), lambda: _hold_out(whole, holdout))
+        entry = store.fetch(
+            root, store.key_of({}, {"of": key, "holdout": holdout}, root), lambda: _hold_out(whole, holdout)
+        )
     splits = {split: data for split, data in entry.splits.items() if len(data)}
     return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), source.mirror, entry.broken)
 
 
 def read_images(paths: Sequence[Path], channels: int, size: tuple[int, int]) -> Pixels:
-    """Single image files as uint8 [n, H, W, C], each resized to ``size`` (H, W) and made grey or RGB as ``channels`` says."""
+    """Single image files as uint8 [n, H, W, C], each resized to ``size`` (H, W) and made grey or RGB as ``channels``
+    says."""
     from PIL import Image
 
     if channels not in (1, 3):
@@ -118,7 +139,9 @@ def _find(name: str, size: int | None, column: str | None, root: Path) -> Source
     path = Path(name).expanduser()
     if not path.exists():
         if re.search(r"[/\\.~]", name):
-            raise BadInput(f"{name} does not exist; name a folder, an .npz file, or one of the sources that `flyby data` lists")
+            raise BadInput(
+                f"{name} does not exist; name a folder, an .npz file, or one of the sources that `flyby data` lists"
+            )
         raise unknown("data source", name, [row["form"] for row in catalogue()])
     if path.is_file():
         if path.suffix == ".npz":
@@ -145,14 +168,15 @@ def _checked(name: str, contents: Contents) -> Contents:
         if len(wrong):
             row = int(wrong[0])
             raise BadInput(
-                f"{name} has label {part.labels[row]} at {part.where(row)} ({part.split}), outside 0..{len(names) - 1}, "
-                f"the range of its {len(names)} class names"
+                f"{name} has label {part.labels[row]} at {part.where(row)} ({part.split}), outside 0..{len(names) - 1},"
+                f" the range of its {len(names)} class names"
             )
     return contents
 
 
 def _hold_out(entry: store.Entry, share: float) -> Contents:
-    """The same images with ``share`` of each class moved from train to test, drawn by the content's own digest; order is kept."""
+    """The same images with ``share`` of each class moved from train to test, drawn by the content's own digest; order
+    is kept."""
     train = entry.splits["train"]
     draw = rng.legacy_numpy("holdout", train.digest)
     chosen = np.zeros(len(train), dtype=bool)
@@ -182,7 +206,8 @@ def _array_blocks(images: Pixels, rows: npt.NDArray[np.int64] | None = None) -> 
     return blocks
 
 
-# -- digits -----------------------------------------------------------------------------------------------------------------------------
+# -- digits
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def _digits(size: int | None, column: str | None) -> Source:
@@ -203,7 +228,8 @@ def _digits(size: int | None, column: str | None) -> Source:
     return Source({}, {"kind": "digits"}, read, size, mirror=False)
 
 
-# -- npz --------------------------------------------------------------------------------------------------------------------------------
+# -- npz
+# --------------------------------------------------------------------------------------------------------------------------------
 
 
 def _npz(path: Path, size: int | None, column: str | None) -> Source:
@@ -222,12 +248,16 @@ def _npz(path: Path, size: int | None, column: str | None) -> Source:
             if x in arrays and y in arrays:
                 parts.append(_npz_part(path, split, x, arrays[x], y, arrays[y]))
             elif split == "train" or x in arrays or y in arrays:
-                raise BadInput(f"{path} has the keys {', '.join(arrays) or '(none)'}; give images and labels, or x_train and y_train")
+                raise BadInput(
+                    f"{path} has the keys {', '.join(arrays) or '(none)'}; give images and labels, or x_train and"
+                    " y_train"
+                )
         if column is not None:
             groups = arrays.get(column)
             if groups is None or groups.shape != parts[0].labels.shape:
                 raise BadInput(
-                    f"{path} has no array {column!r} with one value for each training image; add one (say, groups) or name no column"
+                    f"{path} has no array {column!r} with one value for each training image; add one (say, groups) or"
+                    " name no column"
                 )
             parts[0] = replace(parts[0], groups=[str(value) for value in groups.tolist()])
         depths = {arrays[x].shape[3] if arrays[x].ndim == 4 else 1 for _, x, _ in keys if x in arrays}
@@ -247,13 +277,18 @@ def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, 
     if images.ndim == 3:
         images = images[:, :, :, None]
     if images.shape[1] in (1, 3) and images.shape[3] > 4:
-        raise BadInput(f"{x} in {path} has its channels first ({list(images.shape)}); move them last with images.transpose(0, 2, 3, 1)")
+        raise BadInput(
+            f"{x} in {path} has its channels first ({list(images.shape)}); move them last with images.transpose(0, 2,"
+            " 3, 1)"
+        )
     if not np.issubdtype(labels.dtype, np.integer):
         raise BadInput(f"{y} in {path} is {labels.dtype}; give whole numbers from 0, one for each image")
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.shape != images.shape[:1]:
-        raise BadInput(f"{y} in {path} has the shape {list(labels.shape)} for {len(images)} images; give one label for each")
+        raise BadInput(
+            f"{y} in {path} has the shape {list(labels.shape)} for {len(images)} images; give one label for each"
+        )
     return Part(split, labels.astype(np.int64), _array_blocks(images), lambda row: f"{x}[{row}]")
 
 
@@ -261,11 +296,15 @@ def _numbered(parts: Sequence[Part]) -> list[str]:
     """Class names for a source that has none: the labels themselves."""
     count = max(int(part.labels.max(initial=-1)) for part in parts) + 1
     if count > MOST_CLASSES:
-        raise BadInput(f"label {count - 1} looks like an identifier rather than a class; number the classes from 0 or give their names")
+        raise BadInput(
+            f"label {count - 1} looks like an identifier rather than a class; number the classes from 0 or give their"
+            " names"
+        )
     return [str(label) for label in range(count)]
 
 
-# -- a folder of class folders ----------------------------------------------------------------------------------------------------------
+# -- a folder of class folders
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _tree(root: Path, size: int | None, column: str | None) -> Source:
@@ -280,12 +319,19 @@ def _tree(root: Path, size: int | None, column: str | None) -> Source:
         what = "is empty" if not any(root.iterdir()) else "holds neither Parquet files nor class folders"
         raise BadInput(f"the folder {root} {what}; give FOLDER/CLASS/*.png, or FOLDER/train-00000-of-00001.parquet")
     if column is not None:
-        raise BadInput(f"the class folders in {root} have no column {column!r}; only Parquet and .npz sources have columns")
-    images = {split: [(i, path) for i, name in enumerate(classes) for path in _image_files(top / name)] for split, top in splits.items()}
+        raise BadInput(
+            f"the class folders in {root} have no column {column!r}; only Parquet and .npz sources have columns"
+        )
+    images = {
+        split: [(i, path) for i, name in enumerate(classes) for path in _image_files(top / name)]
+        for split, top in splits.items()
+    }
 
     def read() -> Contents:
         if not images["train"]:
-            raise BadInput(f"the class folders in {splits['train']} hold no images (looked for {', '.join(sorted(IMAGE_FILES))})")
+            raise BadInput(
+                f"the class folders in {splits['train']} hold no images (looked for {', '.join(sorted(IMAGE_FILES))})"
+            )
         return Contents([_tree_part(root, split, images[split]) for split in ORDER if images.get(split)], classes)
 
     listed = {path.relative_to(root).as_posix(): path for rows in images.values() for _, path in rows}
@@ -300,7 +346,11 @@ def _tree_part(root: Path, split: str, rows: list[tuple[int, Path]]) -> Part:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")) if folder.is_dir() else []
+    return (
+        sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        if folder.is_dir()
+        else []
+    )
 
 
 def _image_files(folder: Path) -> list[Path]:
@@ -324,7 +374,8 @@ def _as_splits(found: Mapping[str, Held], name: str | Path) -> dict[str, Held]:
     return {"train": next(iter(found.values()))}
 
 
-# -- Parquet ----------------------------------------------------------------------------------------------------------------------------
+# -- Parquet
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Source:
@@ -338,17 +389,26 @@ def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Sou
                 parts.append(part)
                 names += named
         if any(other != names[0] for other in names):
-            raise BadInput(f"the Parquet files of {name} disagree about the class names; write them all with the same features")
+            raise BadInput(
+                f"the Parquet files of {name} disagree about the class names; write them all with the same features"
+            )
         return Contents(parts, _numbered(parts) if not names else names[0])
 
-    return Source({f"{role}/{path.name}": path for role, paths in shards.items() for path in paths}, {"kind": "parquet"}, read, size)
+    return Source(
+        {f"{role}/{path.name}": path for role, paths in shards.items() for path in paths},
+        {"kind": "parquet"},
+        read,
+        size,
+    )
 
 
-# -- the Hugging Face hub ---------------------------------------------------------------------------------------------------------------
+# -- the Hugging Face hub
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _download(name: str, root: Path) -> Path:
-    """The folder in the cache with the Parquet files of ``hf:OWNER/NAME[/CONFIG]``; the hub's own cache resumes and works offline."""
+    """The folder in the cache with the Parquet files of ``hf:OWNER/NAME[/CONFIG]``; the hub's own cache resumes and
+    works offline."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -364,6 +424,8 @@ def _download(name: str, root: Path) -> Path:
             allow_patterns=f"{config}/*.parquet" if config else "*.parquet",
             cache_dir=str(store.writable(root) / "hub"),
         )
-    except Exception as error:  # the client's errors come from several libraries, and all mean that the dataset is not here
+    except (
+        Exception
+    ) as error:  # the client's errors come from several libraries, and all mean that the dataset is not here
         raise BadInput(f"cannot fetch {name}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
     return Path(folder) / config

@@ -1,8 +1,8 @@
 """Who holds which images: every split by name, seeded, hashed, saved.
 
 The same alpha is not the same difficulty: ``dirichlet`` balances client sizes, ``dirichlet-plain`` does not,
-``dirichlet-overlap`` lets clients share images, ``dirichlet-client`` draws a class prior per client. So the name and the hash
-of a split travel with every result. All draws come from numpy's frozen ``RandomState`` streams.
+``dirichlet-overlap`` lets clients share images, ``dirichlet-client`` draws a class prior per client. So the name and
+the hash of a split travel with every result. All draws come from numpy's frozen ``RandomState`` streams.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_REDRAWS = 2000
 
 
 class SplitSettings(BaseModel):
-    """How to divide a dataset; ``alpha`` is FOL's psi too, ``labels`` serves ``by-label``, ``val`` is held out per site."""
+    """How to divide a dataset; ``alpha`` is FOL's psi too, ``labels`` serves ``by-label``, ``val`` is held out per
+    site."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,8 +55,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Split:
-    """Shares by site name, with the settings that made them. ``hash`` names who holds what of which data, however it was made;
-    the file also has a seal over all it says."""
+    """Shares by site name, with the settings that made them. ``hash`` names who holds what of which data, however it
+    was made; the file also has a seal over all it says."""
 
     settings: SplitSettings
     seed: int
@@ -70,11 +71,20 @@ class Split:
         return digest({"data": self.data_digest, "shares": lists, "replicas": self.settings.replicas})
 
     def to_json(self) -> dict[str, Any]:
-        sites = {name: {"train": s.train.tolist(), "val": s.val.tolist(), "test": s.test.tolist()} for name, s in self.shares.items()}
+        sites = {
+            name: {"train": s.train.tolist(), "val": s.val.tolist(), "test": s.test.tolist()}
+            for name, s in self.shares.items()
+        }
         content = {
-            "name": self.settings.name, "hash": self.hash, "seed": self.seed, "data": self.data_digest,
-            "settings": self.settings.model_dump(mode="json"), "class_names": list(self.class_names), "counts": self.counts, "sites": sites,
-        }  # fmt: skip
+            "name": self.settings.name,
+            "hash": self.hash,
+            "seed": self.seed,
+            "data": self.data_digest,
+            "settings": self.settings.model_dump(mode="json"),
+            "class_names": list(self.class_names),
+            "counts": self.counts,
+            "sites": sites,
+        }
         return content | {"seal": digest(content)}
 
     def save(self, path: Path) -> None:
@@ -86,17 +96,32 @@ class Split:
     def load(cls, path: Path) -> Split:
         raw = read_json(path)
         try:
-            shares = {n: Share(*(np.asarray(s[p], dtype=np.int64) for p in ("train", "val", "test"))) for n, s in raw["sites"].items()}
-            split = cls(SplitSettings(**raw["settings"]), raw["seed"], raw["data"], tuple(raw["class_names"]), shares, raw["counts"])
+            shares = {
+                n: Share(*(np.asarray(s[p], dtype=np.int64) for p in ("train", "val", "test")))
+                for n, s in raw["sites"].items()
+            }
+            split = cls(
+                SplitSettings(**raw["settings"]),
+                raw["seed"],
+                raw["data"],
+                tuple(raw["class_names"]),
+                shares,
+                raw["counts"],
+            )
         except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
-            raise BadInput(f"{path} is not a split file ({type(error).__name__}: {str(error).splitlines()[0]})") from None
+            raise BadInput(
+                f"{path} is not a split file ({type(error).__name__}: {str(error).splitlines()[0]})"
+            ) from None
         if split.to_json() != raw:
-            raise BadInput(f"{path} was changed after it was written (its hash or its seal does not fit); make the split again")
+            raise BadInput(
+                f"{path} was changed after it was written (its hash or its seal does not fit); make the split again"
+            )
         return split
 
 
 def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
-    """Divide ``data`` among ``settings.clients`` sites by the named rule, then hold out each site's own val and test parts."""
+    """Divide ``data`` among ``settings.clients`` sites by the named rule, then hold out each site's own val and test
+    parts."""
     rule = SPLITS.get(settings.name)
     if rule is None:
         raise unknown("split", settings.name, SPLITS)
@@ -107,8 +132,8 @@ def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
     smallest = min(parts, key=lambda name: len(parts[name]))
     if len(parts[smallest]) < (settings.min_size or 0):
         raise BadInput(
-            f"{settings.name} with {len(parts)} clients leaves {smallest} {len(parts[smallest])} samples, under min_size {settings.min_size}; "
-            "lower --clients or --min-size"
+            f"{settings.name} with {len(parts)} clients leaves {smallest} {len(parts[smallest])} samples, under"
+            f" min_size {settings.min_size}; lower --clients or --min-size"
         )
     fol = settings.name == "fol"
     val = settings.val if settings.val is not None else (0.15 if fol else 0.0)
@@ -126,7 +151,9 @@ def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
 def _check(data: Dataset, settings: SplitSettings) -> None:
     uses_alpha = settings.name.startswith("dirichlet") or settings.name == "fol"
     if uses_alpha and not 0 < settings.alpha < np.inf:
-        raise BadInput(f"alpha must be above 0, got {settings.alpha}; small values (.05) are very uneven, 100 is nearly even")
+        raise BadInput(
+            f"alpha must be above 0, got {settings.alpha}; small values (.05) are very uneven, 100 is nearly even"
+        )
     if settings.name != "by-column" and settings.clients > len(data):
         raise BadInput(f"{settings.clients} clients cannot share {len(data)} samples; use fewer --clients")
     if np.count_nonzero(data.counts()) < 2:
@@ -165,13 +192,14 @@ def _redraw(settings: SplitSettings, floor: int, draw: Callable[[], list[Indices
         if min(len(part) for part in parts) >= floor:
             return _named(parts)
     raise BadInput(
-        f"no {settings.name} split with alpha {settings.alpha:g}, {settings.clients} clients and min_size {floor} was found in {MAX_REDRAWS} draws; "
-        "raise alpha, or lower --clients or --min-size"
+        f"no {settings.name} split with alpha {settings.alpha:g}, {settings.clients} clients and min_size {floor} was"
+        f" found in {MAX_REDRAWS} draws; raise alpha, or lower --clients or --min-size"
     )
 
 
 def dirichlet(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
-    """Per class, shares ~ Dir(alpha); clients that already hold >= N/K get none of it; redrawn until all reach min_size."""
+    """Per class, shares ~ Dir(alpha); clients that already hold >= N/K get none of it; redrawn until all reach
+    min_size."""
 
     def draw() -> list[Indices]:
         parts: list[list[Indices]] = [[] for _ in range(settings.clients)]
@@ -241,11 +269,13 @@ def dirichlet_client(data: Dataset, settings: SplitSettings, rng: Random) -> dic
 
 
 def fol(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
-    """Per class, shares ~ Dir(psi), then repaired: the largest clients give random samples to those under min_size (100)."""
+    """Per class, shares ~ Dir(psi), then repaired: the largest clients give random samples to those under min_size
+    (100)."""
     floor = _floor(settings, 100)
     if floor * settings.clients > len(data):
         raise BadInput(
-            f"{settings.clients} clients with at least {floor} samples need {floor * settings.clients}, the data has {len(data)}; lower --clients or --min-size"
+            f"{settings.clients} clients with at least {floor} samples need {floor * settings.clients}, the data has"
+            f" {len(data)}; lower --clients or --min-size"
         )
     pieces = [_cut(pool, _shares(rng, settings.alpha, settings.clients)) for pool in _per_class(data, rng)]
     parts = [rng.permutation(np.concatenate([p[k] for p in pieces])) for k in range(settings.clients)]
@@ -264,15 +294,20 @@ def iid(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indice
 
 
 def by_label(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
-    """Each client holds ``labels`` classes; a class is divided evenly among its holders (a rare one may not reach them all)."""
+    """Each client holds ``labels`` classes; a class is divided evenly among its holders (a rare one may not reach them
+    all)."""
     clients, each = settings.clients, settings.labels
     present = np.flatnonzero(np.bincount(data.labels, minlength=data.classes))
     if each > len(present):
         raise BadInput(
-            f"by-label with {each} labels a client needs at least {each} classes, the data has {len(present)}; lower split.labels"
+            f"by-label with {each} labels a client needs at least {each} classes, the data has {len(present)}; lower"
+            " split.labels"
         )
     if clients * each < len(present):
-        raise BadInput(f"{clients} clients with {each} labels each cannot hold all {len(present)} classes; raise --clients or split.labels")
+        raise BadInput(
+            f"{clients} clients with {each} labels each cannot hold all {len(present)} classes; raise --clients or"
+            " split.labels"
+        )
     holders: list[list[int]] = [[] for _ in range(data.classes)]
     for k in range(clients):
         # The classes with the fewest holders first, ties at random: every class is held, and holders stay balanced.
@@ -299,11 +334,14 @@ def by_column(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, 
     floor = _floor(settings, 1)
     kept: dict[str, Indices] = {}
     for value in sorted(members):
-        # A site's name goes into file names and parcels, so what those do not take, a dot at the beginning among it, becomes a hyphen.
+        # A site's name goes into file names and parcels, so what those do not take, a dot at the beginning among it,
+        # becomes a hyphen.
         name = re.sub(r"[^A-Za-z0-9._:@+-]|^\.", "-", value)[:128] or "-"
         if len(members[value]) >= floor:
             if name in kept:
-                raise BadInput(f"two values of the column would both be named {name!r}, one of them {value!r}; rename one of them")
+                raise BadInput(
+                    f"two values of the column would both be named {name!r}, one of them {value!r}; rename one of them"
+                )
             kept[name] = np.array(members[value], dtype=np.int64)
     if not kept:
         raise BadInput(f"no value of the column has {floor} samples or more; lower --min-size")
@@ -331,6 +369,12 @@ def hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: 
 
 
 SPLITS: dict[str, Callable[[Dataset, SplitSettings, Random], dict[str, Indices]]] = {
-    "dirichlet": dirichlet, "dirichlet-plain": dirichlet_plain, "dirichlet-overlap": dirichlet_overlap, "dirichlet-client": dirichlet_client,
-    "fol": fol, "iid": iid, "by-label": by_label, "by-column": by_column,
-}  # fmt: skip
+    "dirichlet": dirichlet,
+    "dirichlet-plain": dirichlet_plain,
+    "dirichlet-overlap": dirichlet_overlap,
+    "dirichlet-client": dirichlet_client,
+    "fol": fol,
+    "iid": iid,
+    "by-label": by_label,
+    "by-column": by_column,
+}

@@ -1,8 +1,9 @@
 """Batched augmentation on the device: every sample draws its own crop, flip and colours, in a handful of kernels.
 
-Geometry is one bilinear resampling; colour jitter, greyscale and normalisation are one affine map of the channels per sample.
-Two deviations from the usual image-library pipeline, both so that a batch costs a few kernels instead of hundreds: colours are
-clamped once at the end rather than after each step, and hue turns in the YIQ plane instead of HSV.
+Geometry is one bilinear resampling; colour jitter, greyscale and normalisation are one affine map of the channels per
+sample. Two deviations from the usual image-library pipeline, both so that a batch costs a few kernels instead of
+hundreds: colours are clamped once at the end rather than after each step, and hue turns in the YIQ plane instead of
+HSV.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from torch import Tensor
 
 @functools.cache
 def _yiq(device: torch.device) -> tuple[Tensor, Tensor]:
-    """RGB to YIQ and back; row 0 is the luma that greyscale, contrast and saturation use. Kept per device: no copy per step."""
-    to = torch.tensor(((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)), dtype=torch.float64)
+    """RGB to YIQ and back; row 0 is the luma that greyscale, contrast and saturation use. Kept per device: no copy per
+    step."""
+    to = torch.tensor(
+        ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)), dtype=torch.float64
+    )
     return to.float().to(device), torch.linalg.inv(to).float().to(device)
 
 
@@ -37,10 +41,16 @@ class ViewSettings(BaseModel):
 
     crop: Literal["none", "pad", "resized"] = "none"
     pad: int = Field(4, ge=0, description="pixels of black border for crop: pad")
-    scale: tuple[Share, Share] = Field((0.2, 1.0), description="smallest and largest share of the image's area, for crop: resized")
-    ratio: tuple[Aspect, Aspect] = Field((3 / 4, 4 / 3), description="smallest and largest width over height, for crop: resized")
+    scale: tuple[Share, Share] = Field(
+        (0.2, 1.0), description="smallest and largest share of the image's area, for crop: resized"
+    )
+    ratio: tuple[Aspect, Aspect] = Field(
+        (3 / 4, 4 / 3), description="smallest and largest width over height, for crop: resized"
+    )
     flip: float = Field(0.0, ge=0, le=1, description="probability of a left-right flip")
-    jitter: tuple[Strength, Strength, Strength, Turn] = Field((0.0, 0.0, 0.0, 0.0), description="brightness, contrast, saturation, hue")
+    jitter: tuple[Strength, Strength, Strength, Turn] = Field(
+        (0.0, 0.0, 0.0, 0.0), description="brightness, contrast, saturation, hue"
+    )
     jitter_p: float = Field(0.8, ge=0, le=1)
     grey: float = Field(0.0, ge=0, le=1, description="probability of greyscale")
     views: int = Field(1, ge=1, le=8, description="augmented copies of each image in a batch")
@@ -59,7 +69,8 @@ SALT = ViewSettings(crop="resized", flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), grey=
 
 
 def augment(images: Tensor, settings: ViewSettings, mean: Tensor, std: Tensor, rng: torch.Generator) -> Tensor:
-    """uint8 ``[B, H, W, C]`` to normalised float ``[views * B, C, H, W]`` in channels-last memory; view v of sample i is row v*B + i."""
+    """uint8 ``[B, H, W, C]`` to normalised float ``[views * B, C, H, W]`` in channels-last memory; view v of sample i
+    is row v*B + i."""
     if settings.views > 1:
         images = images.repeat(settings.views, 1, 1, 1)
     x = images.permute(0, 3, 1, 2).float().div_(255)
@@ -75,7 +86,8 @@ def _uniform(n: int, low: float, high: float, rng: torch.Generator, x: Tensor) -
 
 
 def _resample(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor:
-    """Crop and flip as one bilinear look-up. Coordinates are pixel centres scaled to [-1, 1], as ``grid_sample`` wants them."""
+    """Crop and flip as one bilinear look-up. Coordinates are pixel centres scaled to [-1, 1], as ``grid_sample`` wants
+    them."""
     n, _, height, width = x.shape
     top, left = torch.zeros(n, device=x.device), torch.zeros(n, device=x.device)
     tall, wide = torch.full((n,), float(height), device=x.device), torch.full((n,), float(width), device=x.device)
@@ -84,7 +96,8 @@ def _resample(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor
         top = torch.floor(_uniform(n, 0, span, rng, x)).clamp_(max=span - 1) - settings.pad
         left = torch.floor(_uniform(n, 0, span, rng, x)).clamp_(max=span - 1) - settings.pad
     elif settings.crop == "resized":
-        # Area and aspect as usual; where the box is larger than the image it is cut to the image instead of drawn again.
+        # Area and aspect as usual; where the box is larger than the image it is cut to the image instead of drawn
+        # again.
         area = height * width * _uniform(n, *settings.scale, rng, x)
         ratio = torch.exp(_uniform(n, math.log(settings.ratio[0]), math.log(settings.ratio[1]), rng, x))
         tall = (area / ratio).sqrt().clamp(1, height)
@@ -97,10 +110,15 @@ def _resample(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor
         flipped = _uniform(n, 0, 1, rng, x) < settings.flip
         columns = torch.where(flipped[:, None], columns.flip(1), columns)
     grid = torch.stack(
-        ((columns * (2 / width) - 1)[:, None, :].expand(-1, height, -1), (rows * (2 / height) - 1)[:, :, None].expand(-1, -1, width)),
+        (
+            (columns * (2 / width) - 1)[:, None, :].expand(-1, height, -1),
+            (rows * (2 / height) - 1)[:, :, None].expand(-1, -1, width),
+        ),
         dim=-1,
     )
-    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros" if settings.crop == "pad" else "border", align_corners=False)
+    return F.grid_sample(
+        x, grid, mode="bilinear", padding_mode="zeros" if settings.crop == "pad" else "border", align_corners=False
+    )
 
 
 def _recolour(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor:

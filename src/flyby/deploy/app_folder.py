@@ -1,4 +1,5 @@
-"""The Flower app as a folder that ``flwr run`` takes: a pyproject.toml with every key of a round, and two modules that point at flyby."""
+"""The Flower app as a folder that ``flwr run`` takes: a pyproject.toml with every key of a round, and two modules that
+point at flyby."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def write_app(folder: Path, asked: Round) -> Path:
     """Write the app's folder, whole or not at all; ``asked`` gives the run config its values."""
     must_be_new(folder)
     told = "".join(
-        f"# {field.description}\n{line}\n" for field, line in zip(Round.model_fields.values(), asked.toml().splitlines(), strict=True)
+        f"# {field.description}\n{line}\n"
+        for field, line in zip(Round.model_fields.values(), asked.toml().splitlines(), strict=True)
     )
     with atomic_folder(folder) as tmp:
         package = tmp / "flyby_round"

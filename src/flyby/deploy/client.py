@@ -1,4 +1,5 @@
-"""At a site: the Flower ClientApp. It trains the SuperNode's own data by the code of ``flyby train`` and answers with the parcel's bytes."""
+"""At a site: the Flower ClientApp. It trains the SuperNode's own data by the code of ``flyby train`` and answers with
+the parcel's bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from flyby.deploy.round import MEGABYTE, NodeSettings, Round, assignments, read_
 from flyby.errors import BadInput, FlybyError
 
 PARCEL, SITE = "parcel", "site"  # the two records that an answer may hold: the bytes, or why there are none
-SERIAL = "flyby.parcel"  # what Flower's Array calls the way its bytes were made; nobody but flyby's own reader opens them
+SERIAL = (  # what Flower's Array calls the way its bytes were made; nobody but flyby's own reader opens them
+    "flyby.parcels.parcel"
+)
 
 
 def make_app() -> Any:
@@ -28,9 +31,14 @@ def make_app() -> Any:
         try:
             data = answer(context.run_config, context.node_config)
         except Exception as error:
-            return Message(RecordDict({SITE: ConfigRecord({"error": reason(error, context.node_config)})}), reply_to=message)
-        # An Array travels in pieces of 5 MB, each sent and stored by itself; one value of a ConfigRecord would be a single message.
-        return Message(RecordDict({PARCEL: ArrayRecord({PARCEL: Array("uint8", (len(data),), SERIAL, data)})}), reply_to=message)
+            return Message(
+                RecordDict({SITE: ConfigRecord({"error": reason(error, context.node_config)})}), reply_to=message
+            )
+        # An Array travels in pieces of 5 MB, each sent and stored by itself; one value of a ConfigRecord would be a
+        # single message.
+        return Message(
+            RecordDict({PARCEL: ArrayRecord({PARCEL: Array("uint8", (len(data),), SERIAL, data)})}), reply_to=message
+        )
 
     return app
 
@@ -45,8 +53,8 @@ def answer(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> byt
 
 
 def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:
-    from flyby.signing import read_private
-    from flyby.study.single import train_parcel
+    from flyby.parcels.signing import read_private
+    from flyby.runs.single import train_parcel
 
     out = work / f"{node.site}.parcel"
     key = read_private(node.key) if node.key else None
@@ -54,13 +62,15 @@ def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:
     size = out.stat().st_size
     if size > asked.max_bytes:
         raise BadInput(
-            f"the parcel has {size / MEGABYTE:,.1f} MB and this round takes {asked.max_megabytes} MB; send less with --set codec=int8 or raise max-megabytes"
+            f"the parcel has {size / MEGABYTE:,.1f} MB and this round takes {asked.max_megabytes} MB; send less with"
+            " --set codec=int8 or raise max-megabytes"
         )
     return out.read_bytes()
 
 
 def reason(error: Exception, node_config: Mapping[str, Any]) -> str:
-    """What the server may know of a failure: flyby's own sentence without the site's paths, of anything else the kind alone. The site's log has it all."""
+    """What the server may know of a failure: flyby's own sentence without the site's paths, of anything else the kind
+    alone. The site's log has it all."""
     traceback.print_exception(error, file=sys.stderr)
     if not isinstance(error, FlybyError):
         return f"{type(error).__name__} at the site; its log says more"

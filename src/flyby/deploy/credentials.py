@@ -1,4 +1,5 @@
-"""What authenticated TLS needs: a server certificate under an authority of its own, and a key pair a node. Private files are 0600 and never replaced."""
+"""What authenticated TLS needs: a server certificate under an authority of its own, and a key pair a node. Private
+files are 0600 and never replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flyby.errors import BadInput
 from flyby.files import write_bytes
-from flyby.study.run import check_names
+from flyby.runs.pipeline import check_names
 
 if TYPE_CHECKING:
     from cryptography.x509 import GeneralName
@@ -20,7 +21,8 @@ LOCAL = ("localhost", "127.0.0.1")
 
 
 def write_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> dict[str, Path]:
-    """``ca.crt`` for every host, ``server.crt`` and ``server.key`` for the SuperLink's. The certificate names ``hosts`` and this machine itself.
+    """``ca.crt`` for every host, ``server.crt`` and ``server.key`` for the SuperLink's. The certificate names ``hosts``
+    and this machine itself.
 
     The authority signs this one certificate and its key is thrown away: nobody can issue another in its name.
     """
@@ -36,7 +38,9 @@ def write_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 365)
     _refuse_existing(paths.values())
     now = datetime.datetime.now(datetime.UTC)
 
-    def certificate(subject: str, public: ec.EllipticCurvePublicKey, issuer: str, authority: bool) -> x509.CertificateBuilder:
+    def certificate(
+        subject: str, public: ec.EllipticCurvePublicKey, issuer: str, authority: bool
+    ) -> x509.CertificateBuilder:
         signs = x509.KeyUsage(not authority, False, False, False, False, authority, authority, False, False)
         return (
             x509.CertificateBuilder()
@@ -61,14 +65,17 @@ def write_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 365)
         .sign(ca_key, hashes.SHA384())
     )
     form = serialization.PrivateFormat.PKCS8
-    _write_private(paths["key"], server_key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    _write_private(
+        paths["key"], server_key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    )
     write_bytes(paths["ca"], ca.public_bytes(serialization.Encoding.PEM))
     write_bytes(paths["certificate"], server.public_bytes(serialization.Encoding.PEM))
     return paths
 
 
 def write_node_keys(folder: Path, site: str) -> dict[str, Path]:
-    """``SITE-node.key`` for the SuperNode, ``SITE-node.pub`` to be registered at the SuperLink: EC P-384 in OpenSSH's forms, as Flower wants them."""
+    """``SITE-node.key`` for the SuperNode, ``SITE-node.pub`` to be registered at the SuperLink: EC P-384 in OpenSSH's
+    forms, as Flower wants them."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -78,7 +85,10 @@ def write_node_keys(folder: Path, site: str) -> dict[str, Path]:
     key = ec.generate_private_key(ec.SECP384R1())
     form = serialization.PrivateFormat.OpenSSH
     _write_private(paths["key"], key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
-    write_bytes(paths["public"], key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n")
+    write_bytes(
+        paths["public"],
+        key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n",
+    )
     return paths
 
 
@@ -91,7 +101,9 @@ def _alternative_names(hosts: Iterable[str]) -> list[GeneralName]:
             found.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
             if not host or any(c.isspace() or c in ":/@" or ord(c) > 127 for c in host):
-                raise BadInput(f"{host!r} is neither a host name nor an IP address; write it without port, scheme or spaces") from None
+                raise BadInput(
+                    f"{host!r} is neither a host name nor an IP address; write it without port, scheme or spaces"
+                ) from None
             found.append(x509.DNSName(host))
     return found
 

@@ -1,7 +1,8 @@
-"""A whole Flower federation on this machine: a SuperLink and its SuperNodes as real processes over TLS with authenticated nodes.
+"""A whole Flower federation on this machine: a SuperLink and its SuperNodes as real processes over TLS with
+authenticated nodes.
 
-For a try before three hosts are involved, and for the tests. Everything lives in one private folder, talks over 127.0.0.1 alone and ends with
-the ``with`` block, however that is left.
+For a try before three hosts are involved, and for the tests. Everything lives in one private folder, talks over
+127.0.0.1 alone and ends with the ``with`` block, however that is left.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ AGAIN = 0.5  # seconds until an interrupt that was not heard is tried again
 PORTS = 3  # tries at a free port: another program may take it between our asking and Flower's binding
 LIBC = ctypes.CDLL(None)
 SETTINGS = {
-    "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "OMP_NUM_THREADS": "1",  # several sites share this machine; and one thread gives the bytes of flyby run
-}  # fmt: skip
+}
 
 
 def check_flower() -> None:
@@ -50,17 +53,26 @@ def check_flower() -> None:
 
 
 class Federation:
-    """A SuperLink, started on entry, and the SuperNodes that :meth:`add` starts; on exit not one of their processes is left."""
+    """A SuperLink, started on entry, and the SuperNodes that :meth:`add` starts; on exit not one of their processes is
+    left."""
 
     def __init__(self, tell: Callable[[str], None] = lambda line: None) -> None:
         check_flower()
         self.tell = tell
         self.folder = Path(tempfile.mkdtemp(prefix="flyby-flower-"))
-        unproxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), *LOCAL]))  # a proxy that this host must use is not for its own nodes
+        unproxied = ",".join(
+            filter(None, [os.environ.get("NO_PROXY"), *LOCAL])
+        )  # a proxy that this host must use is not for its own nodes
         self.environment = {
-            **os.environ, **SETTINGS, "NO_PROXY": unproxied, "no_proxy": unproxied, "FLWR_HOME": str(self.folder / "home"),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # Flower starts its own programs by name
-        }  # fmt: skip
+            **os.environ,
+            **SETTINGS,
+            "NO_PROXY": unproxied,
+            "no_proxy": unproxied,
+            "FLWR_HOME": str(self.folder / "home"),
+            "PATH": (
+                f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+            ),  # Flower starts its own programs by name
+        }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.commands: dict[str, list[str]] = {}
         self.ports: dict[str, int] = {}
@@ -68,26 +80,45 @@ class Federation:
     def __enter__(self) -> Federation:
         try:
             self.certificates = write_certificates(self.folder / "certificates")
-            self._launch("superlink", [
-                "flower-superlink", "--enable-supernode-auth",
-                "--ssl-ca-certfile", str(self.certificates["ca"]), "--ssl-certfile", str(self.certificates["certificate"]),
-                "--ssl-keyfile", str(self.certificates["key"]), "--host", HOST, "--port",
-            ])  # fmt: skip
+            self._launch(
+                "superlink",
+                [
+                    "flower-superlink",
+                    "--enable-supernode-auth",
+                    "--ssl-ca-certfile",
+                    str(self.certificates["ca"]),
+                    "--ssl-certfile",
+                    str(self.certificates["certificate"]),
+                    "--ssl-keyfile",
+                    str(self.certificates["key"]),
+                    "--host",
+                    HOST,
+                    "--port",
+                ],
+            )
             self._await("superlink")
-            connection = {"address": f"{HOST}:{self.ports['superlink']}", "root-certificates": str(self.certificates["ca"])}
+            connection = {
+                "address": f"{HOST}:{self.ports['superlink']}",
+                "root-certificates": str(self.certificates["ca"]),
+            }
             lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in connection.items())
-            write_text(self.folder / "home" / "config.toml", f'[superlink]\ndefault = "flyby"\n\n[superlink.flyby]\n{lines}')
+            write_text(
+                self.folder / "home" / "config.toml", f'[superlink]\ndefault = "flyby"\n\n[superlink.flyby]\n{lines}'
+            )
         except BaseException:
             self.close()
             raise
         self.tell(f"SuperLink at {HOST}:{self.ports['superlink']}, TLS, nodes authenticated")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def add(self, *nodes: NodeSettings, registered: bool = True) -> None:
-        """A SuperNode a site, started side by side. One that is not registered has a key like the others, and the SuperLink refuses it."""
+        """A SuperNode a site, started side by side. One that is not registered has a key like the others, and the
+        SuperLink refuses it."""
         keys = {node.site: write_node_keys(self.folder / "keys", node.site) for node in nodes}
         if registered:
             self._register(keys)
@@ -95,10 +126,23 @@ class Federation:
             told = self.folder / "nodes" / f"{node.site}.toml"
             work = node.work or str(self.folder / "work" / node.site)
             write_text(told, node.model_copy(update={"work": work}).toml())
-            self._launch(node.site, [
-                "flower-supernode", "--superlink", f"{HOST}:{self.ports['superlink']}", "--root-certificates", str(self.certificates["ca"]),
-                "--auth-supernode-private-key", str(keys[node.site]["key"]), "--node-config", str(told), "--host", HOST, "--port",
-            ])  # fmt: skip
+            self._launch(
+                node.site,
+                [
+                    "flower-supernode",
+                    "--superlink",
+                    f"{HOST}:{self.ports['superlink']}",
+                    "--root-certificates",
+                    str(self.certificates["ca"]),
+                    "--auth-supernode-private-key",
+                    str(keys[node.site]["key"]),
+                    "--node-config",
+                    str(told),
+                    "--host",
+                    HOST,
+                    "--port",
+                ],
+            )
         for node in nodes if registered else ():
             self._await(node.site)
             self.tell(f"{node.site} is up")
@@ -112,7 +156,9 @@ class Federation:
         must_be_new(result.parent)
         process, ended = self._start("run", ["flwr", "run", str(app), "flyby", "--stream"]), None
         with log.open() as lines:
-            while not result.exists() and (process.poll() is None or (ended := self._verdict(log.read_text(errors="replace"))) is None):
+            while not result.exists() and (
+                process.poll() is None or (ended := self._verdict(log.read_text(errors="replace"))) is None
+            ):
                 self._relay(lines)
                 self._alive("superlink")
                 time.sleep(0.2)
@@ -127,7 +173,9 @@ class Federation:
     def _register(self, keys: dict[str, dict[str, Path]]) -> None:
         """Tell the SuperLink the nodes' public keys and names."""
         asked = {
-            site: self._start(f"register-{site}", ["flwr", "supernode", "register", str(pair["public"]), "flyby", "--name", site])
+            site: self._start(
+                f"register-{site}", ["flwr", "supernode", "register", str(pair["public"]), "flyby", "--name", site]
+            )
             for site, pair in keys.items()
         }
         for site, process in asked.items():
@@ -138,7 +186,9 @@ class Federation:
         return self.folder / "logs" / f"{name}.log"
 
     def last_words(self, *names: str) -> str:
-        return " / ".join(_tail(self.log(name).read_text(errors="replace")) for name in names if self.log(name).exists())
+        return " / ".join(
+            _tail(self.log(name).read_text(errors="replace")) for name in names if self.log(name).exists()
+        )
 
     def close(self) -> None:
         """End every process, gently and then not, and take the folder away. Interrupts wait until it is done."""
@@ -160,7 +210,8 @@ class Federation:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def members(self) -> list[int]:
-        """The living processes of this federation, Flower's detached ones too: those that have its private home in their environment."""
+        """The living processes of this federation, Flower's detached ones too: those that have its private home in
+        their environment."""
         mark = f"FLWR_HOME={self.environment['FLWR_HOME']}".encode()
         found = [process.pid for process in self.processes.values() if process.poll() is None]
         for entry in Path("/proc").glob("[0-9]*"):
@@ -182,7 +233,9 @@ class Federation:
                 if _answers(self.ports[name]):
                     return
                 time.sleep(0.05)
-            if self.processes[name].poll() is None or "address already in use" not in self.log(name).read_text(errors="replace"):
+            if self.processes[name].poll() is None or "address already in use" not in self.log(name).read_text(
+                errors="replace"
+            ):
                 break
             self._launch(name, self.commands[name])
         raise BadInput(f"{name} did not start: {self.last_words(name)}")
@@ -190,16 +243,25 @@ class Federation:
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self.log(name).parent.mkdir(exist_ok=True)
         if shutil.which(command[0], path=self.environment["PATH"]) is None:
-            raise BadInput(f"{command[0]} is not installed beside this Python; mend it with: pip install 'flyby[flower]'")
+            raise BadInput(
+                f"{command[0]} is not installed beside this Python; mend it with: pip install 'flyby[flower]'"
+            )
         with self.log(name).open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                command, env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-            )  # fmt: skip
+                command,
+                env=self.environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
         return self.processes[name]
 
     def _verdict(self, said: str) -> str | None:
-        """How the round ended, after ``flwr run`` has; None while it goes on, which that program may have lost sight of on a busy machine."""
+        """How the round ended, after ``flwr run`` has; None while it goes on, which that program may have lost sight of
+        on a busy machine."""
         found = re.search(r"Successfully started run (\d+)", said)
         if found is None:
             return _tail(said)
@@ -221,7 +283,8 @@ class Federation:
 
 
 def _end_with_parent() -> None:
-    """In the child, before it becomes Flower: Linux ends it when this process is killed, so that not even ``kill -9`` leaves one behind."""
+    """In the child, before it becomes Flower: Linux ends it when this process is killed, so that not even ``kill -9``
+    leaves one behind."""
     LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
@@ -261,7 +324,9 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        signal.setitimer(signal.ITIMER_REAL, AGAIN)  # where Python drops an exception (in a finaliser, at a fork), the next one is heard
+        signal.setitimer(
+            signal.ITIMER_REAL, AGAIN
+        )  # where Python drops an exception (in a finaliser, at a fork), the next one is heard
         raise KeyboardInterrupt
 
     with _handling(interrupt):

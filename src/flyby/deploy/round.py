@@ -1,6 +1,8 @@
-"""The noun ``Round``: one collection of parcels over Flower, as the few plain values that Flower's run config can carry.
+"""The noun ``Round``: one collection of parcels over Flower, as the few plain values that Flower's run config can
+carry.
 
-A node's own settings (``NodeSettings``: where its data is, what it is called, its signing key) come from its SuperNode and never cross.
+A node's own settings (``NodeSettings``: where its data is, what it is called, its signing key) come from its SuperNode
+and never cross.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flyby.engines import DataSettings
+from flyby.engines.engine import DataSettings
 from flyby.errors import BadInput
-from flyby.methods import check_pair, fusion_named, method_named, objective_named
+from flyby.parcels.arrivals import seconds
+from flyby.runs.config import RunConfig, make_config
+from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
 from flyby.settings import build
-from flyby.study.config import RunConfig, make_config
-from flyby.watch import seconds
 
 MEGABYTE = 1_000_000
 SEPARATOR = ";"
@@ -37,12 +39,16 @@ class _Plain(BaseModel):
 
     def toml(self) -> str:
         """One ``key = value`` line a setting; a JSON string (but for DEL), number or truth value is the same in TOML."""
-        written = {key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for key, value in self.scalars().items()}
+        written = {
+            key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            for key, value in self.scalars().items()
+        }
         return "".join(f"{key} = {value}\n" for key, value in written.items())
 
 
 class Round(_Plain):
-    """What all hosts of a round agree on. An empty text or a zero stands for the default of the method (or of the data)."""
+    """What all hosts of a round agree on. An empty text or a zero stands for the default of the method (or of the
+    data)."""
 
     method: str = Field("aurora", description="whose local training, a method of `flyby methods`")
     fusion: str = Field("", description="another server rule than the method's own")
@@ -51,7 +57,11 @@ class Round(_Plain):
     seed: int = Field(0, description="everything random follows from it")
     size: int = Field(0, ge=0, description="resize images to this many pixels a side")
     settings: str = Field("", description="other settings, as with --set, separated by semicolons")
-    sites: int = Field(0, ge=0, description="how many sites are expected: the round ends when all have answered; 0 waits for the deadline")
+    sites: int = Field(
+        0,
+        ge=0,
+        description="how many sites are expected: the round ends when all have answered; 0 waits for the deadline",
+    )
     min_sites: int = Field(0, ge=0, description="fewest parcels to fuse; 0: all sites that are expected")
     deadline: str = Field("10m", description="the round ends after this time whoever is missing, e.g. 90s, 10m, 2h")
     max_megabytes: int = Field(500, ge=1, le=4000, description="largest parcel that a site may send")
@@ -83,19 +93,28 @@ class Round(_Plain):
         method = method_named(self.method)
         rule = self.fusion or method.fusion
         if rule is None or method.orient:
-            raise BadInput(f"{self.method} sends nothing to a server; name a method that is fused, such as aurora or fedavg")
+            raise BadInput(
+                f"{self.method} sends nothing to a server; name a method that is fused, such as aurora or fedavg"
+            )
         return rule
 
     def config(self, data: str, own: Iterable[str] = ()) -> RunConfig:
-        """A site's training, as ``flyby train`` would be told it. ``own`` are the site's own settings, which win over the round's."""
+        """A site's training, as ``flyby train`` would be told it. ``own`` are the site's own settings, which win over
+        the round's."""
         source = DataSettings(name=data, size=self.size or None, holdout=0.0)
         config = make_config(
-            self.method, fusion=self.fusion or None, seed=self.seed, data=source.model_dump(), model=self.model or None, epochs=self.epochs or None,
+            self.method,
+            fusion=self.fusion or None,
+            seed=self.seed,
+            data=source.model_dump(),
+            model=self.model or None,
+            epochs=self.epochs or None,
             assignments=[*self.assignments, *own],
-        )  # fmt: skip
+        )
         if config.data != source:  # else a server could choose any folder of a site's host
             raise BadInput(
-                "the settings of a round may not say which data a site reads, nor how; leave out data.* (there is size for the size)"
+                "the settings of a round may not say which data a site reads, nor how; leave out data.* (there is size"
+                " for the size)"
             )
         return config
 
@@ -112,12 +131,19 @@ class Round(_Plain):
         config = self.config("data")
         method, rule = method_named(self.method), fusion_named(self.rule)
         objective = objective_named(method.objective)
-        check_pair(objective, rule, build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective"))
+        check_pair(
+            objective,
+            rule,
+            build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective"),
+        )
         if not rule.data_free and config.proxy is None:
-            raise BadInput(f"{rule.name} learns from unlabelled proxy images; name some on the server's host with --set proxy=PATH")
+            raise BadInput(
+                f"{rule.name} learns from unlabelled proxy images; name some on the server's host with --set proxy=PATH"
+            )
         if self.require_signed and not self.trust:
             raise BadInput(
-                "require-signed needs trust, the file on the server's host that says whose key is whose; make one with: flyby keys trust"
+                "require-signed needs trust, the file on the server's host that says whose key is whose; make one with:"
+                " flyby keys trust"
             )
         _ = self.seconds
         return self
@@ -154,7 +180,10 @@ def read_round(config: Mapping[str, Any]) -> Round:
 def read_node(config: Mapping[str, Any]) -> NodeSettings:
     missing = [name for name in ("data", "site") if not config.get(name)]
     if missing:
-        raise BadInput(f'this SuperNode does not say its {missing[0]}; start it with --node-config \'data="/path" site="hospital-a"\'')
+        raise BadInput(
+            f'this SuperNode does not say its {missing[0]}; start it with --node-config \'data="/path"'
+            ' site="hospital-a"\''
+        )
     return build(NodeSettings, config, "node-config")
 
 

@@ -1,7 +1,9 @@
-"""Where the parcels meet: the Flower ServerApp. It asks every node once, checks and counts what comes, and fuses at the deadline at the latest.
+"""Where the parcels meet: the Flower ServerApp. It asks every node once, checks and counts what comes, and fuses at the
+deadline at the latest.
 
-Deadline and quorum are explicit. Nobody is waited for beyond the deadline: each answer is fetched in a thread of its own, so that neither a dead
-node, which Flower notices after about a minute, nor a broken upload, which it gives up after three, holds anything up.
+Deadline and quorum are explicit. Nobody is waited for beyond the deadline: each answer is fetched in a thread of its
+own, so that neither a dead node, which Flower notices after about a minute, nor a broken upload, which it gives up
+after three, holds anything up.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flyby import parcel
-from flyby.admission import Gate, Policy
-from flyby.container import printable
 from flyby.deploy.client import PARCEL, SERIAL, SITE
 from flyby.deploy.round import Round, must_be_new, read_round
 from flyby.errors import BadInput, FlybyError
 from flyby.files import write_bytes, write_json
-from flyby.ledger import SecondCrossing
-from flyby.signing import Trust
-from flyby.study.run import SERVER, check_names, versions
-from flyby.study.single import fuse_parcels
+from flyby.parcels import parcel
+from flyby.parcels.container import printable
+from flyby.parcels.gate import Gate, Policy
+from flyby.parcels.ledger import SecondCrossing
+from flyby.parcels.signing import Trust
+from flyby.runs.pipeline import SERVER, check_names, versions
+from flyby.runs.single import fuse_parcels
 
 POLL = 1.0  # seconds between two looks for new nodes and new answers
 GRACE = 60.0  # seconds for which Flower keeps a message beyond the deadline
@@ -50,7 +52,8 @@ def make_app() -> Any:
 
 @dataclass
 class Roll:
-    """Who came, who was late and who failed, each a row for result.json. The gate checks what comes and refuses a second parcel of anybody."""
+    """Who came, who was late and who failed, each a row for result.json. The gate checks what comes and refuses a
+    second parcel of anybody."""
 
     gate: Gate
     inbox: Path
@@ -64,11 +67,18 @@ class Roll:
 
 
 def conduct(grid: Any, asked: Round) -> dict[str, Any]:
-    """The whole round on the server: collect, fuse, write ``out``. Its result.json appears last, also when too few came."""
+    """The whole round on the server: collect, fuse, write ``out``. Its result.json appears last, also when too few
+    came."""
     started = time.monotonic()
     roll = prepare(asked)
     out, gate = Path(asked.out).expanduser().absolute(), roll.gate
-    result: dict[str, Any] = {"status": "fused", "method": asked.method, "fusion": asked.rule, "seed": asked.seed, "seconds": {}}
+    result: dict[str, Any] = {
+        "status": "fused",
+        "method": asked.method,
+        "fusion": asked.rule,
+        "seed": asked.seed,
+        "seconds": {},
+    }
     trouble: Exception | None = None
     try:
         collect(grid, asked, roll)
@@ -76,11 +86,21 @@ def conduct(grid: Any, asked: Round) -> dict[str, Any]:
         result["seconds"]["collect"] = round(collected - started, 3)
         if len(gate.waiting) < asked.quorum:
             gate.settle()  # for the ledger: they did cross
-            raise BadInput(f"{len(roll.came)} of at least {asked.quorum} parcels came within {asked.deadline}{_why(roll)}")
+            raise BadInput(
+                f"{len(roll.came)} of at least {asked.quorum} parcels came within {asked.deadline}{_why(roll)}"
+            )
         result["model"] = fuse_parcels(
-            [], out, asked.rule, asked.fusion_settings(), proxy=asked.config("data").proxy, seed=asked.seed, export=asked.export,
-            device=asked.device, gate=gate, min_sites=asked.quorum,
-        )  # fmt: skip
+            [],
+            out,
+            asked.rule,
+            asked.fusion_settings(),
+            proxy=asked.config("data").proxy,
+            seed=asked.seed,
+            export=asked.export,
+            device=asked.device,
+            gate=gate,
+            min_sites=asked.quorum,
+        )
         result["seconds"]["fuse"] = round(time.monotonic() - collected, 3)
     except Exception as error:  # what came is kept and told whatever happened: no site can be asked twice
         trouble = error
@@ -89,10 +109,18 @@ def conduct(grid: Any, asked: Round) -> dict[str, Any]:
     _regroup(roll)
     _keep(roll, out)
     result |= {
-        "sites": asked.sites, "min_sites": asked.quorum, "deadline": asked.deadline, "came": roll.came, "late": roll.late, "failed": roll.failed,
-        "absent": max(0, asked.sites - roll.answered - len(roll.late)), "uploads": gate.ledger.uploads(SERVER),
-        "bytes_up": gate.ledger.bytes_up(SERVER), "notes": gate.notes, "versions": versions(),
-    }  # fmt: skip
+        "sites": asked.sites,
+        "min_sites": asked.quorum,
+        "deadline": asked.deadline,
+        "came": roll.came,
+        "late": roll.late,
+        "failed": roll.failed,
+        "absent": max(0, asked.sites - roll.answered - len(roll.late)),
+        "uploads": gate.ledger.uploads(SERVER),
+        "bytes_up": gate.ledger.bytes_up(SERVER),
+        "notes": gate.notes,
+        "versions": versions(),
+    }
     write_json(out / "result.json", result)
     _tell(f"{result['status']}: {len(roll.came)} came, {len(roll.late)} late, {len(roll.failed)} failed; {out}")
     if trouble is not None:
@@ -106,20 +134,25 @@ def prepare(asked: Round) -> Roll:
     inbox = out.parent / f".{out.name}.inbox"
     must_be_new(out)
     if inbox.exists():
-        raise BadInput(f"{inbox} holds parcels of a round that was cut short; use them with flyby fuse, or take them away")
+        raise BadInput(
+            f"{inbox} holds parcels of a round that was cut short; use them with flyby fuse, or take them away"
+        )
     trust = Trust.load(Path(asked.trust).expanduser()) if asked.trust else None
     policy = Policy(max_bytes=asked.max_bytes, require_signed=asked.require_signed)
     return Roll(Gate(policy, receiver=SERVER, trust=trust, quarantine=inbox / "refused"), inbox)
 
 
 def collect(grid: Any, asked: Round, roll: Roll) -> None:
-    """Ask every node that is or gets connected, once, and take in what comes until all expected sites have answered or the deadline is over."""
+    """Ask every node that is or gets connected, once, and take in what comes until all expected sites have answered or
+    the deadline is over."""
     started = time.monotonic()
     names: dict[int, str] = {}  # every node that was asked, by the name it was registered with
     silent: set[int] = set()
     answers: queue.Queue[tuple[int, Any]] = queue.Queue()
     over = threading.Event()
-    while (left := asked.seconds - (time.monotonic() - started)) > 0 and not (asked.sites and roll.answered >= asked.sites and not silent):
+    while (left := asked.seconds - (time.monotonic() - started)) > 0 and not (
+        asked.sites and roll.answered >= asked.sites and not silent
+    ):
         for node in grid.get_nodes():
             if node.node_id not in names:
                 names[node.node_id] = node.name
@@ -159,20 +192,26 @@ def _ask(grid: Any, asked: Round, node_id: int, answers: queue.Queue[tuple[int, 
 
 
 def _take_in(reply: Any, node_id: int, names: dict[int, str], roll: Roll, after: float) -> None:
-    """Check an answer as one checks a stranger's file; what is wrong with it becomes the node's row, never the round's end."""
+    """Check an answer as one checks a stranger's file; what is wrong with it becomes the node's row, never the round's
+    end."""
     name = names[node_id]
     path = roll.inbox / f"{name or node_id}.parcel"
     try:
         data = _parcel_bytes(reply)
         check_names([path.stem])
         if path.exists():
-            raise SecondCrossing(f"{path.stem} has sent its parcel already; each model crosses once, so give every node a name of its own")
+            raise SecondCrossing(
+                f"{path.stem} has sent its parcel already; each model crosses once, so give every node a name of"
+                " its own"
+            )
         write_bytes(path, data)
         with contextlib.suppress(parcel.ParcelError):  # the gate will say what is wrong with it
             sender = parcel.read_manifest(path).sender
             if sender != name if name else sender in names.values():  # a name that was registered is its node's alone
                 path.unlink()
-                raise BadInput(f"it was registered {f'as {name}' if name else 'without a name'} and sent a parcel of {sender}")
+                raise BadInput(
+                    f"it was registered {f'as {name}' if name else 'without a name'} and sent a parcel of {sender}"
+                )
         manifest = roll.gate.check(path).manifest
     except Exception as error:
         reason = (
@@ -183,7 +222,12 @@ def _take_in(reply: Any, node_id: int, names: dict[int, str], roll: Roll, after:
         roll.failed.append({**_row(name, node_id), "reason": reason})
         _tell(f"{_called(name, node_id)} failed: {reason}")
         return
-    row = {"bytes": len(data), "digest": roll.gate.waiting[-1].digest, "samples": manifest.samples, "seconds": round(after, 3)}
+    row = {
+        "bytes": len(data),
+        "digest": roll.gate.waiting[-1].digest,
+        "samples": manifest.samples,
+        "seconds": round(after, 3),
+    }
     roll.came.append({**_row(manifest.sender, node_id), **row})
     _tell(f"{manifest.sender} came: {len(data):,} bytes after {after:.1f} s")
 
@@ -193,7 +237,9 @@ def _parcel_bytes(reply: Any) -> bytes:
         raise reply
     if reply.has_error():
         lost = reply.error.code == NODE_UNAVAILABLE
-        raise BadInput("it disconnected while it was at work" if lost else f"Flower says: {_one_line(reply.error.reason)}")
+        raise BadInput(
+            "it disconnected while it was at work" if lost else f"Flower says: {_one_line(reply.error.reason)}"
+        )
     content = reply.content
     if SITE in content.config_records and "error" in content[SITE]:
         raise BadInput(_one_line(content[SITE]["error"]))
@@ -214,7 +260,9 @@ def _regroup(roll: Roll) -> None:
     reasons = {one.sender: one.reason for one in roll.gate.refused}
     for row in [row for row in roll.came if row["site"] not in kept]:
         roll.came.remove(row)
-        roll.failed.append({"site": row["site"], "node": row["node"], "reason": reasons[row["site"]].replace(f"{roll.inbox}/", "")})
+        roll.failed.append(
+            {"site": row["site"], "node": row["node"], "reason": reasons[row["site"]].replace(f"{roll.inbox}/", "")}
+        )
 
 
 def _keep(roll: Roll, out: Path) -> None:

@@ -1,4 +1,5 @@
-"""``flyby flower up``: one whole round over Flower on this machine, on data split as ``flyby run`` would, or with one source a node."""
+"""``flyby flower up``: one whole round over Flower on this machine, on data split as ``flyby run`` would, or with one
+source a node."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from flyby.data.site import Part, Site, site_of
 from flyby.data.splits import make_split
 from flyby.deploy.local import Federation, check_flower, interruptible
 from flyby.deploy.round import NodeSettings, Round, joined, must_be_new
-from flyby.evaluation import accuracy, evaluate_dataset
 from flyby.files import write_json
 from flyby.fusion import load_predictor
-from flyby.study.config import RunConfig, make_config, pick_device, plan
-from flyby.study.run import check_names
+from flyby.fusion.evaluation import accuracy, evaluate_dataset
+from flyby.runs.config import RunConfig, make_config, pick_device, plan
+from flyby.runs.pipeline import check_names
 
 OWN = ("data.", "split.")  # settings of the split, which happens here: nothing that a round could tell its sites
 
@@ -34,18 +35,27 @@ def up(
     device: str = "auto",
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Bring a federation up, run ``asked`` over ``sources``, take it down. One source is split among ``nodes``, and its test images judge the result."""
+    """Bring a federation up, run ``asked`` over ``sources``, take it down. One source is split among ``nodes``, and its
+    test images judge the result."""
     check_flower()
     must_be_new(Path(asked.out))
     sites = nodes if len(sources) == 1 else len(sources)
-    asked = asked.model_copy(update={"settings": joined(s for s in settings if not s.startswith(OWN)), "sites": sites}).check()
+    asked = asked.model_copy(
+        update={"settings": joined(s for s in settings if not s.startswith(OWN)), "sites": sites}
+    ).check()
     with interruptible(), tempfile.TemporaryDirectory(prefix="flyby-sites-") as folder:
         test = None
         if len(sources) == 1:
             config = make_config(
-                asked.method, fusion=asked.fusion or None, seed=asked.seed, data={"name": sources[0], "size": asked.size or None},
-                split={**(split or {}), "clients": nodes}, model=asked.model or None, epochs=asked.epochs or None, assignments=settings,
-            )  # fmt: skip
+                asked.method,
+                fusion=asked.fusion or None,
+                seed=asked.seed,
+                data={"name": sources[0], "size": asked.size or None},
+                split={**(split or {}), "clients": nodes},
+                model=asked.model or None,
+                epochs=asked.epochs or None,
+                assignments=settings,
+            )
             bundle = config.data.load()
             test = bundle.test
             told = divided(config, bundle, Path(folder))
@@ -85,12 +95,14 @@ def _write(site: Site, path: Path) -> None:
 
 
 def named(sources: Sequence[str]) -> dict[str, str]:
-    """A site's name from its source's, where that is one and nobody else's; numbers otherwise. Paths become absolute: nodes have their own folder."""
+    """A site's name from its source's, where that is one and nobody else's; numbers otherwise. Paths become absolute:
+    nodes have their own folder."""
     names = [re.sub(r"[^A-Za-z0-9._@+-]", "-", Path(source).stem).lstrip(".-") for source in sources]
     if not all(names) or len(set(names)) < len(names):
         names = [f"site-{number}" for number in range(len(sources))]
     return {
-        name: str(Path(s).expanduser().absolute()) if Path(s).expanduser().exists() else s for name, s in zip(names, sources, strict=True)
+        name: str(Path(s).expanduser().absolute()) if Path(s).expanduser().exists() else s
+        for name, s in zip(names, sources, strict=True)
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flyby.engines.jobs import Job, one_thread, perform, performing
-from flyby.training import Row, Work
+from flyby.training.loop import Row, Work
 
 MOST = 16  # sites at once
 GAIN = 1.1  # twice as many sites must do so much more in a second
@@ -33,7 +33,8 @@ def run_inline(jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> None:
 
 
 class Crew:
-    """How many sites work at once: twice as many are tried as long as together they take GAIN times as many samples a second."""
+    """How many sites work at once: twice as many are tried as long as together they take GAIN times as many samples a
+    second."""
 
     def __init__(self) -> None:
         self.size, self.best, self.rate = 1, 1, 0.0
@@ -44,7 +45,8 @@ class Crew:
         self.rounds, self.samples, self.seconds = 0, 0, 0.0
 
     def note(self, samples: int, seconds: float, full: bool, room: bool = True) -> None:
-        """A round in which every site did an epoch. ``full``: as many as wanted were at work, none of them new; ``room``: memory for more."""
+        """A round in which every site did an epoch. ``full``: as many as wanted were at work, none of them new;
+        ``room``: memory for more."""
         if self.settled or not full:
             return
         self.rounds, self.samples, self.seconds = self.rounds + 1, self.samples + samples, self.seconds + seconds

@@ -1,4 +1,5 @@
-"""A ``Job`` is one site's training, as plain JSON-like data: enough for any process or machine to do it and get the same bytes."""
+"""A ``Job`` is one site's training, as plain JSON-like data: enough for any process or machine to do it and get the
+same bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from flyby import parcel
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Site, site_of
 from flyby.data.sources import load
@@ -20,9 +20,10 @@ from flyby.data.splits import Split
 from flyby.data.views import ViewSettings
 from flyby.errors import BadInput
 from flyby.files import digest, write_text
-from flyby.methods import objective_named
 from flyby.models import ModelSpec
-from flyby.training import Counts, Row, TrainSettings, Work, at_once, training
+from flyby.parcels import parcel
+from flyby.runs.methods import objective_named
+from flyby.training.loop import Counts, Row, TrainSettings, Work, at_once, training
 
 
 class DataSettings(BaseModel):
@@ -40,7 +41,8 @@ class DataSettings(BaseModel):
 
 
 class Recipe(BaseModel):
-    """All that decides a site's upload, resolved: two sites or two runs with equal recipes and equal data send equal bytes."""
+    """All that decides a site's upload, resolved: two sites or two runs with equal recipes and equal data send equal
+    bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -112,16 +114,28 @@ def samples_of(job: Job) -> int:
 
 
 def performing(job: Job, on_epoch: Callable[[Row], None] | None = None, site: Site | None = None) -> Work[float]:
-    """Do a job; returns its seconds. The parcel appears last, so its presence means that all is there. ``site`` is the job's data where it
-    came some other way than from this machine's disk. Pauses as ``training`` does; ``perform`` is the same at once."""
+    """Do a job; returns its seconds. The parcel appears last, so its presence means that all is there. ``site`` is the
+    job's data where it came some other way than from this machine's disk. Pauses as ``training`` does; ``perform`` is
+    the same at once."""
     recipe = job.recipe
     site = site or site_of(bundle_of(job.data), split_at(job.split), job.site)
     kind = objective_named(recipe.objective)
     objective = kind(kind.settings_type(**recipe.objective_settings))
     trained = yield from training(
-        site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
-        codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, device=job.device, folder=job.folder, on_epoch=on_epoch, provenance={"key": job.key},
-    )  # fmt: skip
+        site,
+        recipe.spec,
+        objective,
+        recipe.train,
+        recipe.views,
+        recipe.seed,
+        codec=recipe.codec,
+        counts=recipe.counts,
+        epsilon=recipe.epsilon,
+        device=job.device,
+        folder=job.folder,
+        on_epoch=on_epoch,
+        provenance={"key": job.key},
+    )
     write_text(job.rows_path, "".join(json.dumps(row) + "\n" for row in trained.rows))
     parcel.write(trained.parcel, job.parcel_path)
     job.checkpoint_path.unlink(missing_ok=True)

@@ -1,7 +1,9 @@
-"""Engine ``processes``: as many sites at once as there are cores, one thread each, the images shared through one memory map.
+"""Engine ``processes``: as many sites at once as there are cores, one thread each, the images shared through one memory
+map.
 
-Workers come from a fork server that has imported torch and has no threads (``flyby.forkserver``); on a GPU they are spawned. A worker that
-loses its parent ends by itself; a worker that dies fails the run with its name, and ``--resume`` goes on from what the others finished.
+Workers come from a fork server that has imported torch and has no threads (``flyby.engines.forkserver``); on a GPU they
+are spawned. A worker that loses its parent ends by itself; a worker that dies fails the run with its name, and
+``--resume`` goes on from what the others finished.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from flyby import files, forkserver
+from flyby import files
+from flyby.engines import forkserver
 from flyby.engines.jobs import Job, one_thread, perform, samples_of
 from flyby.errors import FlybyError
-from flyby.training import Row
+from flyby.training.loop import Row
 
 _events: Any = None
 _peaks: dict[int, float] = {}  # megabytes, by worker, of the last run
 
 
 def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers: int | None = None) -> None:
-    """Same bytes as ``inline``: jobs are independent and each runs on one thread. The largest sites go first, so that none is left to the end."""
+    """Same bytes as ``inline``: jobs are independent and each runs on one thread. The largest sites go first, so that
+    none is left to the end."""
     _peaks.clear()
     if not jobs:
         return
@@ -51,7 +55,8 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
                     _peaks[worker] = megabytes
                 except BrokenProcessPool:
                     raise FlybyError(
-                        f"a worker process died (killed, or out of memory) with {job.site} unfinished; run again with --resume to go on"
+                        f"a worker process died (killed, or out of memory) with {job.site} unfinished; run again with"
+                        " --resume to go on"
                     ) from None
         _drain(events, on_epoch)
         pool.shutdown()
@@ -65,7 +70,9 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
         if not ended_well:  # what the ended ones were writing goes too, all the more where the disk is full
             for process in workers_left:
                 process.join(5)
-            files.sweep(path for folder in {job.folder for job in jobs} if folder.is_dir() for path in folder.rglob(".*.part"))
+            files.sweep(
+                path for folder in {job.folder for job in jobs} if folder.is_dir() for path in folder.rglob(".*.part")
+            )
 
 
 def _drain(events: Any, on_epoch: Callable[[Row], None]) -> None:
@@ -81,7 +88,9 @@ def _start(events: Any, environment: dict[str, str]) -> None:
     _events = events
     os.environ.update(environment)  # the fork server's are from when it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's way to end a worker: no handler that came with the fork may delay it
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # the parent's way to end a worker: no handler that came with the fork may delay it
     one_thread()
     threading.Thread(target=_follow, daemon=True).start()
 

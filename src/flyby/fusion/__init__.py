@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from flyby.fusion.average import EnsembleFusion, FedAvg
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
-from flyby.fusion.coboosting import CoBoosting
-from flyby.fusion.dense import Dense
-from flyby.fusion.experts import Experts, ExpertsCalibrated, ExpertsGate, ExpertsPredictor, ExpertsSoftmax
-from flyby.fusion.fedcvae import FedCvae, FedCvaeKd
-from flyby.fusion.feddf import FedDF
-from flyby.fusion.fedlpa import FedLpa
-from flyby.fusion.iffi import Iffi, IffiPredictor
-from flyby.fusion.intactofl import GatedPredictor, IntactOFL
-from flyby.fusion.maecho import MaEcho
-from flyby.fusion.ot import OtFusion
+from flyby.fusion.distilled.coboosting import CoBoosting
+from flyby.fusion.distilled.dense import Dense
+from flyby.fusion.distilled.fedcvae import FedCvae, FedCvaeKd
+from flyby.fusion.distilled.feddf import FedDF
+from flyby.fusion.distilled.intactofl import GatedPredictor, IntactOFL
+from flyby.fusion.ensembles.experts import Experts, ExpertsCalibrated, ExpertsGate, ExpertsPredictor, ExpertsSoftmax
+from flyby.fusion.ensembles.iffi import Iffi, IffiPredictor
+from flyby.fusion.ensembles.prototypes import FedProto, FedTgp, NearestMeans
 from flyby.fusion.predictor import PREDICTORS, Predictor, load_predictor, save_predictor
-from flyby.fusion.prototypes import FedProto, FedTgp, NearestMeans
 from flyby.fusion.robust import Clipped, EnsembleMedian, EnsembleTrimmed, Median, RobustEnsemble, Trimmed
+from flyby.fusion.weights.average import EnsembleFusion, FedAvg
+from flyby.fusion.weights.fedlpa import FedLpa
+from flyby.fusion.weights.maecho import MaEcho
+from flyby.fusion.weights.ot import OtFusion
 
 FUSIONS: dict[str, type[Fusion]] = {
     f.name: f for f in (FedAvg, EnsembleFusion, Iffi, Experts, ExpertsSoftmax, ExpertsGate, ExpertsCalibrated)

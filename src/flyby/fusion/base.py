@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from flyby import parcel
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
-from flyby.fusion.shelf import IN_MEMORY, Shelf, bytes_of
 from flyby.models import Network
-from flyby.parcel import Manifest, Parcel
+from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of
+from flyby.parcels import parcel
+from flyby.parcels.parcel import Manifest, Parcel
 
 
 class FusionSettings(BaseModel):
@@ -46,7 +46,8 @@ class Inbox:
             yield parcel.read(source) if isinstance(source, Path) else source
 
     def networks(self) -> list[Network] | Shelf:
-        """All networks, for ensembles that let their members speak one at a time: those that together are too large stay in their parcels."""
+        """All networks, for ensembles that let their members speak one at a time: those that together are too large
+        stay in their parcels."""
         if sum(bytes_of(m.spec) for m in self.manifests) <= IN_MEMORY:
             return [item.network() for item in self]
 
@@ -69,7 +70,9 @@ class Inbox:
         """Class counts [K, C]; an error names the first sender that did not share them."""
         for manifest in self.manifests:
             if manifest.counts is None:
-                raise BadInput(f"{manifest.sender} did not share its class counts, which this fusion needs; use fedavg or ensemble")
+                raise BadInput(
+                    f"{manifest.sender} did not share its class counts, which this fusion needs; use fedavg or ensemble"
+                )
         return torch.tensor([m.counts for m in self.manifests], dtype=torch.float64)
 
     def _agree(self) -> None:
@@ -80,10 +83,14 @@ class Inbox:
                 raise BadInput(f"two parcels come from {m.sender!r}; each participant sends exactly one")
             seen.add(m.sender)
             if m.class_names != first.class_names:
-                raise BadInput(f"{m.sender} and {first.sender} name different classes; parcels can only be fused over the same classes")
+                raise BadInput(
+                    f"{m.sender} and {first.sender} name different classes; parcels can only be fused over the same"
+                    " classes"
+                )
             if (m.spec.size, m.spec.channels) != (first.spec.size, first.spec.channels):
                 raise BadInput(
-                    f"{m.sender} takes {m.spec.size}x{m.spec.channels} images, {first.sender} {first.spec.size}x{first.spec.channels}; they cannot be fused"
+                    f"{m.sender} takes {m.spec.size}x{m.spec.channels} images, {first.sender}"
+                    f" {first.spec.size}x{first.spec.channels}; they cannot be fused"
                 )
 
     def same_spec(self, rule: str) -> None:
@@ -92,7 +99,8 @@ class Inbox:
         for m in self.manifests:
             if m.spec != first.spec:
                 raise BadInput(
-                    f"{rule} needs one architecture, but {m.sender} sent {m.spec.name} and {first.sender} {first.spec.name} (or other widths or head); use ensemble"
+                    f"{rule} needs one architecture, but {m.sender} sent {m.spec.name} and {first.sender}"
+                    f" {first.spec.name} (or other widths or head); use ensemble"
                 )
 
     def same_features(self, rule: str) -> None:
@@ -100,7 +108,9 @@ class Inbox:
         dims = {m.spec.skeleton().feature_dim: m.sender for m in self.manifests}
         if len(dims) > 1:
             (a, one), (b, other) = list(dims.items())[:2]
-            raise BadInput(f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts")
+            raise BadInput(
+                f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts"
+            )
 
 
 def natural(name: str) -> tuple[list[tuple[int, int, str]], str]:
@@ -123,15 +133,24 @@ class Fusion(ABC):
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         self.settings = settings if settings is not None else self.settings_type()
-        self.sections: list[dict[str, Any]] = []  # what ``fuse`` found worth showing: sections of the report (title, text, table, svg)
+        self.sections: list[
+            dict[str, Any]
+        ] = []  # what ``fuse`` found worth showing: sections of the report (title, text, table, svg)
 
     @abstractmethod
     def fuse(
-        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+        self,
+        parcels: Inbox,
+        *,
+        proxy: Dataset | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        work: Path | None = None,
     ) -> Predictor:
         """One predictor from many parcels. ``proxy`` is unlabelled data for rules that can use some; never test data.
 
-        ``work`` is a folder in which long server work keeps its checkpoints, so that the same call goes on where it was interrupted.
+        ``work`` is a folder in which long server work keeps its checkpoints, so that the same call goes on where it was
+        interrupted.
         """
 
 

@@ -1,7 +1,8 @@
-"""The noun ``Predictor``: what a fusion makes. It takes uint8 images ``[N, H, W, C]`` and gives scores ``[N, classes]``.
+"""The noun ``Predictor``: what a fusion makes. It takes uint8 images ``[N, H, W, C]`` and gives scores ``[N,
+classes]``.
 
-A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``model.safetensors`` (its tensors), ``README.md``
-(a card for people) and, unless declined, ``model.pt2``, a program that plain PyTorch loads without flyby.
+A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``model.safetensors`` (its tensors),
+``README.md`` (a card for people) and, unless declined, ``model.pt2``, a program that plain PyTorch loads without flyby.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, read_json, write_bytes, write_json, write_text
-from flyby.fusion.shelf import IN_MEMORY, Shelf, bytes_of, read_shelf, write_shelf
 from flyby.models import ModelSpec, Network
+from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of, read_shelf, write_shelf
 
 FORMAT = 1
 
@@ -25,20 +26,30 @@ FORMAT = 1
 class Predictor(nn.Module):
     """Base of all predictors. ``settings`` is the JSON that, with ``specs``, rebuilds an empty one of the same shape.
 
-    An ensemble says what one member says (``voice``) and what follows from all of them (``combine``): members may then speak one at a
-    time, from a ``Shelf``. Any other kind writes ``forward`` itself.
+    An ensemble says what one member says (``voice``) and what follows from all of them (``combine``): members may then
+    speak one at a time, from a ``Shelf``. Any other kind writes ``forward`` itself.
     """
 
     kind: ClassVar[str]
     streams: ClassVar[bool] = False  # whether it has ``voice`` and ``combine``
 
     def __init__(
-        self, specs: Sequence[ModelSpec], class_names: Sequence[str], networks: Sequence[Network] | Shelf | None = None, **settings: Any
+        self,
+        specs: Sequence[ModelSpec],
+        class_names: Sequence[str],
+        networks: Sequence[Network] | Shelf | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self.specs, self.class_names, self.settings = tuple(specs), tuple(class_names), settings
         self.shelf = networks if isinstance(networks, Shelf) else None
-        held = () if isinstance(networks, Shelf) else networks if networks is not None else [spec.build() for spec in specs]
+        held = (
+            ()
+            if isinstance(networks, Shelf)
+            else networks
+            if networks is not None
+            else [spec.build() for spec in specs]
+        )
         self.networks = nn.ModuleList(held)
         self.eval()  # a predictor predicts: BatchNorm uses what was learned, not the batch at hand
 
@@ -76,7 +87,9 @@ class Single(Predictor):
 
     kind = "single"
 
-    def __init__(self, specs: Sequence[ModelSpec], class_names: Sequence[str], networks: Sequence[Network] | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[ModelSpec], class_names: Sequence[str], networks: Sequence[Network] | None = None
+    ) -> None:
         super().__init__(specs, class_names, networks)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -104,7 +117,9 @@ class Ensemble(Predictor):
         if mean not in ("logits", "probabilities"):
             raise unknown("ensemble mean", mean, ("logits", "probabilities"))
         self.mean = mean
-        self.register_buffer("weights", torch.tensor(weights or [1 / len(self.specs)] * len(self.specs), dtype=torch.float32))
+        self.register_buffer(
+            "weights", torch.tensor(weights or [1 / len(self.specs)] * len(self.specs), dtype=torch.float32)
+        )
 
     weights: Tensor
 
@@ -120,8 +135,11 @@ class Ensemble(Predictor):
 PREDICTORS: dict[str, type[Predictor]] = {p.kind: p for p in (Single, Ensemble)}
 
 
-def save_predictor(predictor: Predictor, folder: Path | str, card: dict[str, Any] | None = None, *, export: bool = True) -> Path:
-    """Write the deployable folder, whole or not at all. ``card`` holds facts for people: method, sites, accuracy if known."""
+def save_predictor(
+    predictor: Predictor, folder: Path | str, card: dict[str, Any] | None = None, *, export: bool = True
+) -> Path:
+    """Write the deployable folder, whole or not at all. ``card`` holds facts for people: method, sites, accuracy if
+    known."""
     from safetensors.torch import save
 
     predictor = predictor.eval().cpu()
@@ -154,19 +172,23 @@ def load_predictor(folder: Path | str) -> Predictor:
 
     folder = Path(folder)
     if folder.is_file():
-        from flyby import parcel
+        from flyby.parcels import parcel
 
         made = parcel.read(folder)
         return Single([made.manifest.spec], made.manifest.class_names, [made.network()]).eval()
     if not (folder / "model.json").exists() and (folder / "global" / "model.json").exists():
         folder = folder / "global"  # a run folder was named
     if not (folder / "model.json").exists():
-        raise BadInput(f"{folder} is not a model: it has no model.json (flyby fuse writes such a folder), and it is not a .parcel file")
+        raise BadInput(
+            f"{folder} is not a model: it has no model.json (flyby fuse writes such a folder), and it is not a .parcel"
+            " file"
+        )
     config = read_json(folder / "model.json")
     try:
         if config["format"] != FORMAT:
             raise BadInput(
-                f"{folder} has model format {config['format']} and this flyby reads {FORMAT}; use the flyby version that wrote it"
+                f"{folder} has model format {config['format']} and this flyby reads {FORMAT}; use the flyby version"
+                " that wrote it"
             )
         kind = PREDICTORS.get(config["kind"])
         if kind is None:
@@ -178,15 +200,21 @@ def load_predictor(folder: Path | str) -> Predictor:
             shelf, tensors = read_shelf(folder / "model.safetensors", specs)
             predictor = kind(specs, config["class_names"], shelf, **config["settings"])
         else:
-            predictor, tensors = kind(specs, config["class_names"], **config["settings"]), load_file(folder / "model.safetensors")
+            predictor, tensors = (
+                kind(specs, config["class_names"], **config["settings"]),
+                load_file(folder / "model.safetensors"),
+            )
         predictor.load_state_dict(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
-        raise BadInput(f"{folder} is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); fuse the parcels again") from None
+        raise BadInput(
+            f"{folder} is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); fuse the parcels again"
+        ) from None
     return predictor.eval()
 
 
 def export_program(predictor: Predictor, path: Path) -> None:
-    """``model.pt2``: input uint8 [N, H, W, C] with any N, output scores [N, classes]; runs where flyby is not installed."""
+    """``model.pt2``: input uint8 [N, H, W, C] with any N, output scores [N, classes]; runs where flyby is not
+    installed."""
     import logging
 
     logging.getLogger("torch.export").setLevel(logging.ERROR)

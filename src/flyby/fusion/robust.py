@@ -1,10 +1,12 @@
-"""Server rules that a minority of bad parcels can move only so far: medians and trimmed means, of weights or of answers.
+"""Server rules that a minority of bad parcels can move only so far: medians and trimmed means, of weights or of
+answers.
 
-For every single weight the clients' values are sorted, floor(trim K) are dropped at each end and the rest is averaged: ``median`` drops
-all but the middle one (or two), ``trimmed`` a share [Yin et al., ICML 2018]. ``clipped`` is the mean with every client's distance to that median cut
-down to the usual one: m + sum_k q_k min(1, t / ||theta_k - m||) (theta_k - m), t = median_k ||theta_k - m||, tensor by tensor (one step of
-centred clipping [Karimireddy et al., ICML 2021]; the median stands where many rounds would have the last global model).
-``ensemble-median`` and ``ensemble-trimmed`` do the same with the models' answers. None of them believes what a client says of its size.
+For every single weight the clients' values are sorted, floor(trim K) are dropped at each end and the rest is averaged:
+``median`` drops all but the middle one (or two), ``trimmed`` a share [Yin et al., ICML 2018]. ``clipped`` is the mean
+with every client's distance to that median cut down to the usual one: m + sum_k q_k min(1, t / ||theta_k - m||)
+(theta_k - m), t = median_k ||theta_k - m||, tensor by tensor (one step of centred clipping [Karimireddy et al., ICML
+2021]; the median stands where many rounds would have the last global model). ``ensemble-median`` and
+``ensemble-trimmed`` do the same with the models' answers. None of them believes what a client says of its size.
 
 Memory holds K copies of a portion of the weights; where there are more, the parcels are read several times.
 """
@@ -23,10 +25,10 @@ from torch import Tensor
 from flyby.data.dataset import Dataset
 from flyby.errors import unknown
 from flyby.fusion.base import Fusion, FusionSettings, Inbox
-from flyby.fusion.layers import PORTION
 from flyby.fusion.predictor import Predictor, Single
-from flyby.fusion.shelf import Shelf
+from flyby.fusion.weights.layers import PORTION
 from flyby.models import ModelSpec, Network
+from flyby.models.shelf import Shelf
 
 Piece = tuple[str, int, int]  # a tensor's name and the range of its numbers
 
@@ -42,7 +44,9 @@ def coordinatewise(parcels: Inbox, combine: Callable[[Tensor], Tensor], portion:
     """``combine`` [K, n] -> [n] over every weight and buffer; of counters such as num_batches_tracked the largest."""
     found: dict[str, Tensor] = {}
     for pieces in _portions(parcels.manifests[0].spec, max(1, portion // len(parcels))):
-        values = [[item.weights[name].flatten()[start:stop].clone() for name, start, stop in pieces] for item in parcels]
+        values = [
+            [item.weights[name].flatten()[start:stop].clone() for name, start, stop in pieces] for item in parcels
+        ]
         for i, (name, start, stop) in enumerate(pieces):
             column = torch.stack([each[i] for each in values])
             answer = combine(column) if column.is_floating_point() else column.amax(0)
@@ -82,7 +86,13 @@ class Median(Fusion):
     about = "coordinate-wise median of weights and BatchNorm buffers"
 
     def fuse(
-        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+        self,
+        parcels: Inbox,
+        *,
+        proxy: Dataset | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        work: Path | None = None,
     ) -> Predictor:
         parcels.same_spec(self.name)
         spec = parcels.manifests[0].spec
@@ -175,7 +185,13 @@ class EnsembleMedian(Fusion):
     trim = 0.5
 
     def fuse(
-        self, parcels: Inbox, *, proxy: Dataset | None = None, seed: int = 0, device: torch.device | str = "cpu", work: Path | None = None
+        self,
+        parcels: Inbox,
+        *,
+        proxy: Dataset | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        work: Path | None = None,
     ) -> Predictor:
         specs = [m.spec for m in parcels.manifests]
         trim = getattr(self.settings, "trim", self.trim)

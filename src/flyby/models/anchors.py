@@ -1,7 +1,7 @@
 """Simplex equiangular tight frames: the fixed geometry AURORA aligns to and FedETF classifies with.
 
-A = sqrt(C/(C-1)) U (I - 11^T/C), with U orthonormal, has unit columns whose pairwise cosine is -1/(C-1), the least that C
-directions can share [Papyan et al., PNAS 2020].
+A = sqrt(C/(C-1)) U (I - 11^T/C), with U orthonormal, has unit columns whose pairwise cosine is -1/(C-1), the least that
+C directions can share [Papyan et al., PNAS 2020].
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flyby.rng import generator
 def simplex_etf(classes: int, dim: int, seed: int) -> Tensor:
     """Anchors ``[C, d]`` (one unit row a class), the same for every site that uses the same seed.
 
-    For d >= C the frame lies in a random C-dimensional subspace; for d = C-1 it is an exact simplex in a random rotation of the
-    whole space; fewer dimensions cannot hold C equiangular directions.
+    For d >= C the frame lies in a random C-dimensional subspace; for d = C-1 it is an exact simplex in a random
+    rotation of the whole space; fewer dimensions cannot hold C equiangular directions.
     """
     if dim < classes - 1:
         raise BadInput(
-            f"a simplex of {classes} classes needs features of at least {classes - 1} dimensions, this network has {dim}; "
-            "widen it, or add a projector with --set model.projector=[2048,2048]"
+            f"a simplex of {classes} classes needs features of at least {classes - 1} dimensions, this network has"
+            f" {dim}; widen it, or add a projector with --set model.projector=[2048,2048]"
         )
     rng = generator(seed, "anchors", classes, dim)
     eye = torch.eye(classes, dtype=torch.float64)

@@ -1,8 +1,9 @@
 """A small conditional VAE for images of any size: the encoder stays at its site, the decoder can travel.
 
-Encoder: strided convolutions until the picture is at most 8 pixels a side, then, with the label, a linear layer to (mu, log variance).
-Decoder: (z, label) through a linear layer to a small grid, doubled and convolved until it covers the picture, cut to its size. There is no
-BatchNorm in either, so a decoder answers one z the same whatever else is in the batch.
+Encoder: strided convolutions until the picture is at most 8 pixels a side, then, with the label, a linear layer to (mu,
+log variance). Decoder: (z, label) through a linear layer to a small grid, doubled and convolved until it covers the
+picture, cut to its size. There is no BatchNorm in either, so a decoder answers one z the same whatever else is in the
+batch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class DecoderSpec(BaseModel):
 
     @property
     def doublings(self) -> int:
-        """How often the decoder's grid is doubled (and the encoder's picture halved): until 8 pixels a side or fewer, once at least."""
+        """How often the decoder's grid is doubled (and the encoder's picture halved): until 8 pixels a side or fewer,
+        once at least."""
         return max(1, (-(-max(self.size) // SMALL) - 1).bit_length())
 
     @property
@@ -53,7 +55,8 @@ class DecoderSpec(BaseModel):
 
 
 class Encoder(nn.Module):
-    """q(z | x, y): images in 0..1 ``[B, C, H, W]`` and labels ``[B]`` to the mean and log variance of z, each ``[B, latent]``."""
+    """q(z | x, y): images in 0..1 ``[B, C, H, W]`` and labels ``[B]`` to the mean and log variance of z, each ``[B,
+    latent]``."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -98,7 +101,8 @@ class Decoder(nn.Module):
 def initialise(module: nn.Module, generator: torch.Generator) -> None:
     """Every weight and bias of an encoder or decoder, in module order, from this generator alone.
 
-    Scaled for ReLUs: torch's own smaller start lets z and the label fade on their way through the layers, and the VAE learns to ignore them.
+    Scaled for ReLUs: torch's own smaller start lets z and the label fade on their way through the layers, and the VAE
+    learns to ignore them.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):

@@ -1,7 +1,8 @@
 """The generator of data-free distillation: noise z to images in 0..1, for any picture size and number of channels.
 
-z -> linear -> 2w x H/4 x W/4 -> BN -> up -> conv3 2w -> BN -> LeakyReLU .2 -> up -> conv3 w -> BN -> LeakyReLU .2 -> conv3 C -> sigmoid
-(w = 64). Where a side is not a multiple of four it is rounded up at each halving, and the steps up go to just the size wanted.
+z -> linear -> 2w x H/4 x W/4 -> BN -> up -> conv3 2w -> BN -> LeakyReLU .2 -> up -> conv3 w -> BN -> LeakyReLU .2 ->
+conv3 C -> sigmoid (w = 64). Where a side is not a multiple of four it is rounded up at each halving, and the steps up
+go to just the size wanted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from flyby.models.heads import uniform_fan_in
 
 
 class Generator(nn.Module):
-    """``images [N, C, H, W] in 0..1 = generator(z [N, latent])``. BatchNorm always uses the batch: it lives for one batch only."""
+    """``images [N, C, H, W] in 0..1 = generator(z [N, latent])``. BatchNorm always uses the batch: it lives for one
+    batch only."""
 
     def __init__(self, size: tuple[int, int], channels: int, latent: int = 256, width: int = 64) -> None:
         super().__init__()

@@ -22,7 +22,8 @@ INITIAL_SCALE = 16.0
 
 
 class Head(nn.Module):
-    """A classifier on features. ``initialise`` sets every tensor it has; ``takes_scale``: whether ``logit_scale`` means anything to it."""
+    """A classifier on features. ``initialise`` sets every tensor it has; ``takes_scale``: whether ``logit_scale`` means
+    anything to it."""
 
     takes_scale = False
 
@@ -41,7 +42,8 @@ class LinearHead(Head, nn.Linear):
 
 
 class PrototypeHead(Head):
-    """``logits = f/||f|| P^T``, prototypes ``P [C, d]`` learnable and first ~ N(0, 1); times a learnable ``scale`` if the spec says so."""
+    """``logits = f/||f|| P^T``, prototypes ``P [C, d]`` learnable and first ~ N(0, 1); times a learnable ``scale`` if
+    the spec says so."""
 
     takes_scale = True
 
@@ -62,7 +64,8 @@ class PrototypeHead(Head):
 
 
 class EtfHead(Head):
-    """``logits = scale * f/||f|| A^T`` with fixed simplex anchors ``A [C, d]`` and a learnable scale [FedETF, ICCV 2023]."""
+    """``logits = scale * f/||f|| A^T`` with fixed simplex anchors ``A [C, d]`` and a learnable scale [FedETF, ICCV
+    2023]."""
 
     def __init__(self, feature_dim: int, classes: int, spec: ModelSpec) -> None:
         super().__init__()
@@ -83,7 +86,8 @@ HEADS: dict[str, type[Head]] = {"linear": LinearHead, "prototype": PrototypeHead
 
 
 def uniform_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
-    """Torch's default for linear and convolution layers, weights and bias ~ U(+-1/sqrt(fan_in)), but from a given generator."""
+    """Torch's default for linear and convolution layers, weights and bias ~ U(+-1/sqrt(fan_in)), but from a given
+    generator."""
     nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5), generator=generator)
     if layer.bias is not None:
         bound = 1 / math.sqrt(layer.weight[0].numel())

@@ -1,7 +1,7 @@
 """MobileNetV2 (Sandler et al., 2018), with the names of torchvision's state dicts.
 
-Widths: ``stem`` (also the depthwise width of the first block, which does not expand), ``stage1`` .. ``stage7`` for the outputs of
-a stage's blocks, which are added together, ``features.N.conv.0`` for the expansion of block N, and ``last``.
+Widths: ``stem`` (also the depthwise width of the first block, which does not expand), ``stage1`` .. ``stage7`` for the
+outputs of a stage's blocks, which are added together, ``features.N.conv.0`` for the expansion of block N, and ``last``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from flyby.models.spec import ModelSpec
 
 STEM_WIDTH, LAST_WIDTH, EXPANSION = 32, 1280, 6
-STAGES = ((16, 1, 1), (24, 2, 2), (32, 3, 2), (64, 4, 2), (96, 3, 1), (160, 3, 2), (320, 1, 1))  # output width, blocks, first stride
+STAGES = (
+    (16, 1, 1),
+    (24, 2, 2),
+    (32, 3, 2),
+    (64, 4, 2),
+    (96, 3, 1),
+    (160, 3, 2),
+    (320, 1, 1),
+)  # output width, blocks, first stride
 
 
 def blocks() -> Iterator[tuple[int, int, int, int]]:
@@ -43,7 +51,8 @@ def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int
 
 
 class InvertedResidual(nn.Module):
-    """Expand 1x1 (left out where ``expanded`` is None), depthwise 3x3, project 1x1 without activation; plus x where ``residual``."""
+    """Expand 1x1 (left out where ``expanded`` is None), depthwise 3x3, project 1x1 without activation; plus x where
+    ``residual``."""
 
     def __init__(self, inputs: int, expanded: int | None, outputs: int, stride: int, residual: bool) -> None:
         super().__init__()
@@ -60,7 +69,8 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """The backbone. The CIFAR stem takes strides 1 in the first convolution and in the second stage, for pictures of about 32x32."""
+    """The backbone. The CIFAR stem takes strides 1 in the first convolution and in the second stage, for pictures of
+    about 32x32."""
 
     def __init__(self, spec: ModelSpec, w: Mapping[str, int]) -> None:
         super().__init__()
@@ -71,7 +81,9 @@ class MobileNetV2(nn.Module):
             outputs = w[f"stage{stage}"]
             stride = 1 if small and stage == 2 else stride
             # By position, never by comparing widths: a pruned stage may happen to be as wide as the one before.
-            self.features.append(InvertedResidual(inputs, w.get(f"features.{number}.conv.0"), outputs, stride, residual=place > 0))
+            self.features.append(
+                InvertedResidual(inputs, w.get(f"features.{number}.conv.0"), outputs, stride, residual=place > 0)
+            )
             inputs = outputs
         self.features.append(conv_bn(inputs, w["last"], 1))
         self.avgpool = nn.AdaptiveAvgPool2d(1)

@@ -1,7 +1,7 @@
 """The registry of architectures, and the network they become: a backbone and a head.
 
-An architecture is one builder and one line in :data:`ARCHITECTURES`. It declares the name and default of each of its widths, so
-that a spec can be checked, and a pruned network described, without building anything.
+An architecture is one builder and one line in :data:`ARCHITECTURES`. It declares the name and default of each of its
+widths, so that a spec can be checked, and a pruned network described, without building anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Architecture:
     """A family of backbones: ``build(spec, widths)`` gives the module and its feature dimension.
 
-    ``smallest`` is the least height and width the pools leave anything of. ``fan_out`` asks for kaiming-normal convolutions.
+    ``smallest`` is the least height and width the pools leave anything of. ``fan_out`` asks for kaiming-normal
+    convolutions.
     """
 
     build: Callable[[ModelSpec, Mapping[str, int]], tuple[nn.Module, int]]
@@ -47,7 +48,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 class Network(nn.Module):
-    """``head(backbone(x))``: prepared images ``[B, C, H, W]`` to features ``[B, d]`` to logits. Made by :meth:`ModelSpec.build`."""
+    """``head(backbone(x))``: prepared images ``[B, C, H, W]`` to features ``[B, d]`` to logits. Made by
+    :meth:`ModelSpec.build`."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Networks without branches: a perceptron, a small convolutional net, and the two plain nets of FOL (its Tables 7 and 9).
+"""Networks without branches: a perceptron, a small convolutional net, and the two plain nets of FOL (its Tables 7 and
+9).
 
 Each builder returns the backbone and its feature dimension. The stem argument of a spec means nothing here.
 """
@@ -48,9 +49,11 @@ def cnn_small(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
 
 
 def cnn_fol(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
-    """FOL's net for CIFAR-10 and SVHN: three unpadded 3x3 convolutions, two max-pools, flatten (2048 features at 32x32).
+    """FOL's net for CIFAR-10 and SVHN: three unpadded 3x3 convolutions, two max-pools, flatten (2048 features at
+    32x32).
 
-    The 224x224 shapes printed in the paper's Table 7 contradict its own linear layer of 2048 inputs, which is what 32x32 gives.
+    The 224x224 shapes printed in the paper's Table 7 contradict its own linear layer of 2048 inputs, which is what
+    32x32 gives.
     """
     layers = nn.Sequential()
     inputs = spec.channels

@@ -1,7 +1,7 @@
 """ResNet-18 and ResNet-34 (He et al., 2016), with the names of torchvision's state dicts.
 
-Widths: ``stem`` is shared by the first convolution and the blocks of ``layer1``, ``layer2`` .. ``layer4`` by the blocks of that
-stage, because what is added together must be equally wide; ``layerS.B.conv1`` is the inner width of one block.
+Widths: ``stem`` is shared by the first convolution and the blocks of ``layer1``, ``layer2`` .. ``layer4`` by the blocks
+of that stage, because what is added together must be equally wide; ``layerS.B.conv1`` is the inner width of one block.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from flyby.models.spec import ModelSpec
@@ -33,6 +34,17 @@ def stage_key(stage: str) -> str:
     return "stem" if stage == "layer1" else stage
 
 
+class Shortcut(nn.Conv2d):
+    """The 1x1 convolution of stride s on a shortcut, on a CPU as every s-th pixel convolved with stride 1: the same sums. oneDNN
+    corrupts the heap in the backward pass of the strided form where a CPU has AVX2 alone and the input fewer than 8 channels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.device.type != "cpu":
+            return super().forward(input)
+        every = input[:, :, :: self.stride[0], :: self.stride[1]]
+        return F.conv2d(every, self.weight, self.bias, 1, self.padding, self.dilation, self.groups)
+
+
 class BasicBlock(nn.Module):
     """``relu(x' + bn2(conv2(relu(bn1(conv1(x))))))``, where x' is x, or its 1x1 projection at the start of a stage."""
 
@@ -45,7 +57,7 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.downsample: nn.Sequential | None = None
         if project:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.downsample = nn.Sequential(Shortcut(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x if self.downsample is None else self.downsample(x)
@@ -55,7 +67,8 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The backbone: stem, four stages, global average pool. The CIFAR stem is one 3x3 convolution of stride 1, without a max-pool."""
+    """The backbone: stem, four stages, global average pool. The CIFAR stem is one 3x3 convolution of stride 1, without
+    a max-pool."""
 
     def __init__(self, spec: ModelSpec, w: Mapping[str, int], blocks: tuple[int, ...]) -> None:
         super().__init__()
@@ -74,7 +87,9 @@ class ResNet(nn.Module):
             for b in range(count):
                 # By position, never by comparing widths: a pruned stage may happen to be as wide as the one before.
                 first = b == 0 and stage != "layer1"
-                layer.append(BasicBlock(inputs, w[f"{stage}.{b}.conv1"], outputs, stride=2 if first else 1, project=first))
+                layer.append(
+                    BasicBlock(inputs, w[f"{stage}.{b}.conv1"], outputs, stride=2 if first else 1, project=first)
+                )
                 inputs = outputs
             self.add_module(stage, layer)
         self.avgpool = nn.AdaptiveAvgPool2d(1)

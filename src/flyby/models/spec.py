@@ -32,18 +32,22 @@ DEFAULT_MEAN, DEFAULT_STD = 0.5, 0.25
 # JSON has no tuples; a list is the one stand-in a strict spec takes.
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Side = Annotated[int, Field(ge=1, le=4096)]
-Word = Annotated[str, Field(max_length=64)]  # a foreign name may be megabytes long, and looking for its nearest kin would take seconds
+Word = Annotated[
+    str, Field(max_length=64)
+]  # a foreign name may be megabytes long, and looking for its nearest kin would take seconds
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ModelSpec(BaseModel):
-    """What a network is: architecture, classes, input, head and widths; strict, frozen, hashable, the same after a trip through JSON.
+    """What a network is: architecture, classes, input, head and widths; strict, frozen, hashable, the same after a trip
+    through JSON.
 
-    ``width`` multiplies every width of the architecture; ``widths`` then replaces single ones by name (see :meth:`layer_widths`), so
-    that a pruned network is a spec too. ``stem`` matters to the resnets and mobilenetv2 only. ``mean`` and ``std`` are per channel in
-    0..1 units, and constants on purpose, 0.5 and 0.25 where empty: sites share no statistics. ``logit_scale`` puts a learnable factor
-    on a prototype head's logits; ``projector`` puts linear layers of these widths, with ReLUs between,
-    after the backbone. Whatever is wrong is a :class:`BadInput` of one sentence.
+    ``width`` multiplies every width of the architecture; ``widths`` then replaces single ones by name (see
+    :meth:`layer_widths`), so that a pruned network is a spec too. ``stem`` matters to the resnets and mobilenetv2 only.
+    ``mean`` and ``std`` are per channel in 0..1 units, and constants on purpose, 0.5 and 0.25 where empty: sites share
+    no statistics. ``logit_scale`` puts a learnable factor on a prototype head's logits; ``projector`` puts linear
+    layers of these widths, with ReLUs between, after the backbone. Whatever is wrong is a :class:`BadInput` of one
+    sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -98,18 +102,26 @@ class ModelSpec(BaseModel):
                 raise unknown(f"width of {self.name}", key, architecture.widths)
         widest, value = max(self.layer_widths().items(), key=lambda item: item[1])
         if value > MAX_WIDTH:
-            raise BadInput(f"width {self.width:g} makes {widest!r} of {self.name} {value} wide; lower it so that none is over {MAX_WIDTH}")
+            raise BadInput(
+                f"width {self.width:g} makes {widest!r} of {self.name} {value} wide; lower it so that none is over"
+                f" {MAX_WIDTH}"
+            )
         if min(self.size) < architecture.smallest:
             least = architecture.smallest
             raise BadInput(
-                f"{self.name} cannot take images of {self.size[0]}x{self.size[1]}; the smallest that works is {least}x{least}, "
-                "so resize them or choose another model such as cnn-small"
+                f"{self.name} cannot take images of {self.size[0]}x{self.size[1]}; the smallest that works is"
+                f" {least}x{least}, so resize them or choose another model such as cnn-small"
             )
         for key, values in (("mean", self.mean), ("std", self.std)):
             if values and len(values) != self.channels:
-                raise BadInput(f"the model spec's {key} has {len(values)} numbers for {self.channels} channels; give one for each, or none")
+                raise BadInput(
+                    f"the model spec's {key} has {len(values)} numbers for {self.channels} channels; give one for each,"
+                    " or none"
+                )
         if self.logit_scale and not HEADS[self.head].takes_scale:
-            raise BadInput(f"logit_scale has no meaning for the {self.head} head; choose head 'prototype' or leave it out")
+            raise BadInput(
+                f"logit_scale has no meaning for the {self.head} head; choose head 'prototype' or leave it out"
+            )
         return self
 
     def __hash__(self) -> int:
@@ -135,7 +147,8 @@ class ModelSpec(BaseModel):
             return Network(self)
 
     def build(self, generator: torch.Generator | None = None, device: torch.device | str = "cpu") -> Network:
-        """The network with every tensor drawn from the generator (None: a fixed one), where the generator lives, then moved to ``device``.
+        """The network with every tensor drawn from the generator (None: a fixed one), where the generator lives, then
+        moved to ``device``.
 
         So one generator gives the same bytes on every device, and torch's global state is neither read nor changed.
         """
@@ -153,12 +166,14 @@ class ModelSpec(BaseModel):
         return _outline(self)[1]
 
     def statistics(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel, in 0..1 units, as float32 ``[C]`` on a device; shared, so not to be changed."""
+        """Mean and standard deviation of each channel, in 0..1 units, as float32 ``[C]`` on a device; shared, so not to
+        be changed."""
         mean, std = self.mean or (DEFAULT_MEAN,) * self.channels, self.std or (DEFAULT_STD,) * self.channels
         return _constant(mean, torch.device(device)), _constant(std, torch.device(device))
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Images ``uint8 [N, H, W, C]`` as networks want them: ``(x/255 - mean)/std``, float32 ``[N, C, H, W]``, channels-last memory."""
+        """Images ``uint8 [N, H, W, C]`` as networks want them: ``(x/255 - mean)/std``, float32 ``[N, C, H, W]``,
+        channels-last memory."""
         if images.dtype != torch.uint8 or images.ndim != 4:
             raise BadInput(f"images must be uint8 [N, H, W, C]; got {images.dtype} {list(images.shape)}")
         height, width, channels = images.shape[1:]

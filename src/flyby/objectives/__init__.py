@@ -11,4 +11,14 @@ from flyby.objectives.supervised import Supervised
 
 OBJECTIVES: dict[str, type[Objective]] = {o.name: o for o in (Supervised, Salt, Aurora, BalancedEtf, Cvae)}
 
-__all__ = ["OBJECTIVES", "Aurora", "BalancedEtf", "Batch", "Objective", "ObjectiveSettings", "Salt", "Supervised", "Terms"]
+__all__ = [
+    "OBJECTIVES",
+    "Aurora",
+    "BalancedEtf",
+    "Batch",
+    "Objective",
+    "ObjectiveSettings",
+    "Salt",
+    "Supervised",
+    "Terms",
+]

@@ -1,7 +1,8 @@
 """AURORA: SALT plus an anchor all sites share, with a strength each site learns (see ``weighting``).
 
-L_align = mean over the classes a site holds of the squared distance between its prototypes and a fixed simplex (element mean;
-``align_reduction: sum`` is the paper's sum over dimensions). FAFI, FAFI+Annealing and all ablations are values of ``weighting``.
+L_align = mean over the classes a site holds of the squared distance between its prototypes and a fixed simplex (element
+mean; ``align_reduction: sum`` is the paper's sum over dimensions). FAFI, FAFI+Annealing and all ablations are values of
+``weighting``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from flyby.rng import generator
 
 class AuroraSettings(SaltSettings, WeightingSettings):
     align_reduction: Literal["mean", "sum"] = "mean"
-    align_classes: Literal["site", "batch"] = Field("site", description="align the classes the site holds, or those in the batch")
-    proto_init: Literal["normal", "etf"] = Field("normal", description="etf starts at the anchors and adds a learnable logit scale")
+    align_classes: Literal["site", "batch"] = Field(
+        "site", description="align the classes the site holds, or those in the batch"
+    )
+    proto_init: Literal["normal", "etf"] = Field(
+        "normal", description="etf starts at the anchors and adds a learnable logit scale"
+    )
     freeze_missing: bool = Field(False, description="keep the prototypes of classes the site lacks where they began")
     anchor_seed: int = Field(0, ge=0, description="all sites must use the same")
 
@@ -55,7 +60,8 @@ class Aurora(Salt):
     @classmethod
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
         assert isinstance(settings, AuroraSettings)
-        # Unit-norm logits put a floor under the cross-entropy, so prototypes that start at the anchors come with a scale.
+        # Unit-norm logits put a floor under the cross-entropy, so prototypes that start at the anchors come with a
+        # scale.
         return spec.replace(head=cls.head, logit_scale=settings.proto_init == "etf")
 
     @property
@@ -70,14 +76,17 @@ class Aurora(Salt):
         if self.settings.proto_init == "etf":
             noise = torch.randn(prototypes.shape, generator=generator(self.settings.anchor_seed, "proto-init")) * 0.01
             prototypes.data.copy_(anchors + noise)
-        self.weighting = WEIGHTINGS[self.settings.weighting](self.settings, first_log_sigma(self.settings, counts)).to(device)
+        self.weighting = WEIGHTINGS[self.settings.weighting](self.settings, first_log_sigma(self.settings, counts)).to(
+            device
+        )
         # Anchors and masks are rebuilt from the seed and the data; only the weighting's scalars are memory.
         self.register_buffer("anchors", anchors.to(device), persistent=False)
         self.register_buffer("held", (counts > 0).float().to(device), persistent=False)
         self.register_buffer("start", prototypes.detach().clone(), persistent=False)
 
     def align_loss(self, prototypes: Tensor, labels: Tensor) -> Tensor:
-        """L_align over the classes the site holds (or the batch shows); prototypes are not normalised, anchors are unit vectors."""
+        """L_align over the classes the site holds (or the batch shows); prototypes are not normalised, anchors are unit
+        vectors."""
         present = self.held
         if self.settings.align_classes == "batch":
             present = (labels[:, None] == torch.arange(len(present), device=labels.device)).any(0).float()
@@ -92,7 +101,14 @@ class Aurora(Salt):
         total, strength = self.weighting.weigh(local, align, progress, prototypes)
         self._seen = (local.detach(), align.detach())
         return Terms(
-            total, {"loss_local": local, "loss_align": align, "lambda": strength, "lambda_align": strength * align.detach(), **parts}
+            total,
+            {
+                "loss_local": local,
+                "loss_align": align,
+                "lambda": strength,
+                "lambda_align": strength * align.detach(),
+                **parts,
+            },
         )
 
     def after_step(self, model: Network, terms: Terms, progress: Tensor) -> None:
@@ -106,7 +122,10 @@ class Aurora(Salt):
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super().extras(model, site, seed)
-        return tensors, facts | {"anchor_seed": self.settings.anchor_seed, **{k: float(v) for k, v in self.weighting.state().items()}}
+        return tensors, facts | {
+            "anchor_seed": self.settings.anchor_seed,
+            **{k: float(v) for k, v in self.weighting.state().items()},
+        }
 
 
 def first_log_sigma(settings: AuroraSettings, counts: Tensor) -> float:

@@ -1,7 +1,7 @@
 """The seam ``Objective``: what a site minimises, and what it can say beside its weights.
 
-An objective is an ``nn.Module``: its buffers are its whole memory (so a checkpoint holds it exactly), its parameters, if it
-has any, are trained with the network's. ``train_site`` knows nothing more about it than this class.
+An objective is an ``nn.Module``: its buffers are its whole memory (so a checkpoint holds it exactly), its parameters,
+if it has any, are trained with the network's. ``train_site`` knows nothing more about it than this class.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from flyby.data.site import Site
 from flyby.data.views import ViewSettings
 from flyby.models import ModelSpec, Network
-from flyby.objectives.calibration import calibrate
-from flyby.objectives.statistics import computed, named
+from flyby.statistics.calibration import calibrate
+from flyby.statistics.catalogue import computed, named
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Batch:
 
 @dataclass
 class Terms:
-    """What a loss is made of. ``total`` is what the optimiser sees; ``parts`` are logged, as epoch means, under their names."""
+    """What a loss is made of. ``total`` is what the optimiser sees; ``parts`` are logged, as epoch means, under their
+    names."""
 
     total: Tensor
     parts: dict[str, Tensor]
@@ -43,7 +44,9 @@ class ObjectiveSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     calibrate: bool = Field(True, description="send the three scalars a class that experts-calibrated needs")
-    send: tuple[str, ...] = Field((), description="further statistics for server rules that need them, e.g. [kfac], or [kfac:samples=2000]")
+    send: tuple[str, ...] = Field(
+        (), description="further statistics for server rules that need them, e.g. [kfac], or [kfac:samples=2000]"
+    )
 
 
 class Objective(nn.Module):
@@ -91,7 +94,8 @@ class Objective(nn.Module):
         """Called once, before the first epoch (and before a checkpoint is loaded): anchors, class masks, start values."""
 
     def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
-        """The loss of one batch. ``progress`` in (0, 1] is the share of all epochs this one completes: a tensor, no host sync."""
+        """The loss of one batch. ``progress`` in (0, 1] is the share of all epochs this one completes: a tensor, no
+        host sync."""
         raise NotImplementedError
 
     def after_step(self, model: Network, terms: Terms, progress: Tensor) -> None:
@@ -102,7 +106,8 @@ class Objective(nn.Module):
         return {}
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What the parcel carries beside the weights: (tensors, small named facts). Statistics are stored as ``NAME.REST``."""
+        """What the parcel carries beside the weights: (tensors, small named facts). Statistics are stored as
+        ``NAME.REST``."""
         tensors = calibrate(model, site, seed) if self.settings.calibrate and "calibration" in self.provides else {}
         for text in self.settings.send:
             tensors |= computed(text, model, site, seed)

@@ -1,8 +1,10 @@
-"""FedCVAE's client [Heinbaugh, Luz-Ricca and Shao, ICLR 2023]: a conditional VAE of the site's images, beside a plain classifier.
+"""FedCVAE's client [Heinbaugh, Luz-Ricca and Shao, ICLR 2023]: a conditional VAE of the site's images, beside a plain
+classifier.
 
-L = CE(classifier) + E_q(z|x,y)[-log p(x|z,y)] + beta KL(q(z|x,y) || N(0, I)), with pixels in 0..1 as Bernoulli (``bce``) or unit Gaussian (``mse``)
-variables, summed over the picture and averaged over the batch. Classifier and CVAE share no parameter, so the same upload also serves
-ensembles and every other rule on plain classifiers. The decoder travels; the encoder, which has seen the images, stays.
+L = CE(classifier) + E_q(z|x,y)[-log p(x|z,y)] + beta KL(q(z|x,y) || N(0, I)), with pixels in 0..1 as Bernoulli
+(``bce``) or unit Gaussian (``mse``) variables, summed over the picture and averaged over the batch. Classifier and CVAE
+share no parameter, so the same upload also serves ensembles and every other rule on plain classifiers. The decoder
+travels; the encoder, which has seen the images, stays.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Cvae(Supervised):
         spec = DecoderSpec.beside(model.spec, self.settings.latent, self.settings.width)
         self.encoder = build(Encoder, spec, generator(seed, "shared", "encoder")).to(device)
         self.decoder = build(Decoder, spec, generator(seed, "shared", "decoder")).to(device)
-        # How many batches were seen names the noise of the next one, so that resume is exact; on the host, where reading it waits for nothing.
+        # How many batches were seen names the noise of the next one, so that resume is exact; on the host, where
+        # reading it waits for nothing.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.key = (seed, site.id, "latent")
         self.pixel_scale = tuple(t.view(-1, 1, 1) for t in model.spec.statistics(device))
@@ -61,22 +64,29 @@ class Cvae(Supervised):
         mean, std = self.pixel_scale
         pixels = (batch.images.float() * std + mean).clamp(0, 1)
         centre, log_variance = self.encoder(pixels, batch.labels)
-        noise = torch.randn(centre.shape, generator=generator(*self.key, int(self.steps), device=centre.device), device=centre.device)
+        noise = torch.randn(
+            centre.shape, generator=generator(*self.key, int(self.steps), device=centre.device), device=centre.device
+        )
         self.steps += 1
         logits = self.decoder.logits(centre + noise * (log_variance / 2).exp(), batch.labels)
-        apart, divergence = reconstruction(logits, pixels, self.settings.reconstruction), gaussian_kl(centre, log_variance)
+        apart, divergence = (
+            reconstruction(logits, pixels, self.settings.reconstruction),
+            gaussian_kl(centre, log_variance),
+        )
         parts = {"cross_entropy": plain.total, "reconstruction": apart, "kl": divergence, **plain.parts}
         return Terms(plain.total + apart + self.settings.beta * divergence, parts)
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """``decoder.NAME`` for each of its tensors. Label frequencies and count are the manifest's own, as exact as the site chose."""
+        """``decoder.NAME`` for each of its tensors. Label frequencies and count are the manifest's own, as exact as the
+        site chose."""
         tensors, facts = super().extras(model, site, seed)
         tensors |= {f"decoder.{name}": value for name, value in self.decoder.state_dict().items()}
         return tensors, facts | {"decoder_latent": self.settings.latent, "decoder_width": self.settings.width}
 
 
 def reconstruction(logits: Tensor, pixels: Tensor, kind: str) -> Tensor:
-    """-log p(x | z, y) up to a constant, summed over the picture, the batch's mean: ``bce``, or ``mse`` = half the squared distance."""
+    """-log p(x | z, y) up to a constant, summed over the picture, the batch's mean: ``bce``, or ``mse`` = half the
+    squared distance."""
     if kind == "bce":
         each = F.binary_cross_entropy_with_logits(logits, pixels, reduction="none")
     else:

@@ -1,7 +1,7 @@
 """FedETF's client [Li et al., ICCV 2023]: a fixed simplex classifier with a learnable scale and balanced softmax.
 
-L = CE(scale f^ A^T + log n, y): adding the log of the class counts asks rare classes for a larger margin; classes a site lacks
-drop out of its softmax.
+L = CE(scale f^ A^T + log n, y): adding the log of the class counts asks rare classes for a larger margin; classes a
+site lacks drop out of its softmax.
 """
 
 from __future__ import annotations

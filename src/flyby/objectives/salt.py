@@ -1,7 +1,9 @@
-"""SALT, FAFI's local loss [Zeng et al., ICML 2025]: classification, contrast and prototypes over two views of every image.
+"""SALT, FAFI's local loss [Zeng et al., ICML 2025]: classification, contrast and prototypes over two views of every
+image.
 
-L_local = w_cls CE(f^ P^T, y) + w_con SupCon(f^) + w_self CE(P P^T, 1..C) + w_feat CE(f^ P^T / tau_p, y), with f^ = f/||f|| and
-learnable prototypes P [C, d]. As released the first and last terms are equal; both are kept, with weights of their own.
+L_local = w_cls CE(f^ P^T, y) + w_con SupCon(f^) + w_self CE(P P^T, 1..C) + w_feat CE(f^ P^T / tau_p, y), with f^ =
+f/||f|| and learnable prototypes P [C, d]. As released the first and last terms are equal; both are kept, with weights
+of their own.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ class SaltSettings(ObjectiveSettings):
 
 
 def supcon(features: Tensor, labels: Tensor, tau: float, classes: int) -> Tensor:
-    """Supervised contrast over unit features ``[n, d]``: the mean over all anchors i of -mean_p log softmax_{a != i}(f_i.f_a / tau)_p.
+    """Supervised contrast over unit features ``[n, d]``: the mean over all anchors i of -mean_p log softmax_{a !=
+    i}(f_i.f_a / tau)_p.
 
-    Positives p share i's label; anchors without one contribute 0. The sum over positives is taken through class sums, so the only
-    n x n matrix is that of the similarities.
+    Positives p share i's label; anchors without one contribute 0. The sum over positives is taken through class sums,
+    so the only n x n matrix is that of the similarities.
     """
     features = features.float()
     similarity = (features @ features.T) / tau
@@ -76,19 +79,36 @@ class Salt(Objective):
         weights, head = self.settings, model.head
         prototypes: Tensor = head.prototypes  # type: ignore[assignment]
         features = F.normalize(model.features(batch.images).float(), dim=1)
-        with torch.autocast(features.device.type, enabled=False):  # a few small products, where bf16 would cost accuracy and win nothing
+        with torch.autocast(
+            features.device.type, enabled=False
+        ):  # a few small products, where bf16 would cost accuracy and win nothing
             similarity = features @ prototypes.T
             logits = similarity if head.scale is None else similarity * head.scale  # type: ignore[operator]
             cls = F.cross_entropy(logits, batch.labels)
-            feat = cls if weights.proto_tau == 1.0 and head.scale is None else F.cross_entropy(similarity / weights.proto_tau, batch.labels)
+            feat = (
+                cls
+                if weights.proto_tau == 1.0 and head.scale is None
+                else F.cross_entropy(similarity / weights.proto_tau, batch.labels)
+            )
             own = F.cross_entropy(prototypes @ prototypes.T, torch.arange(len(prototypes), device=prototypes.device))
             con = supcon(features, batch.labels, weights.tau, len(prototypes))
         total = weights.cls * cls + weights.con * con + weights.proto_self * own + weights.proto_feat * feat
-        return total, {"cls": cls, "con": con, "proto_self": own, "proto_feat": feat, "train_accuracy": accuracy_of(logits, batch.labels)}
+        return total, {
+            "cls": cls,
+            "con": con,
+            "proto_self": own,
+            "proto_feat": feat,
+            "train_accuracy": accuracy_of(logits, batch.labels),
+        }
 
     def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
         return Terms(*self.local_terms(model, batch))
 
     def epoch_state(self, model: Network) -> dict[str, Tensor]:
         norms = model.head.prototypes.detach().norm(dim=1)  # type: ignore[operator]
-        return {"proto_norms": norms, "proto_norm": norms.mean(), "proto_norm_min": norms.min(), "proto_norm_max": norms.max()}
+        return {
+            "proto_norms": norms,
+            "proto_norm": norms.mean(),
+            "proto_norm_min": norms.min(),
+            "proto_norm_max": norms.max(),
+        }

@@ -1,11 +1,12 @@
 """How strongly to align: AURORA's learned lambda, its ablations and its rivals, as drop-ins for one another.
 
 AURORA: two scalars l = log sigma^2 follow L_sigma + L_reg by SGD with momentum, beside the network's optimiser:
-  L_sigma = L_local / (2 e^l_local) + L_align / (2 e^l_align) + l_local / 2 + s(p) l_align / 2      (both losses detached)
-  lambda  = exp(l_local - l_align),   L_reg = gamma relu(lambda - lambda_max)^2,   s(p) = max(1e-3, (1 + cos(pi p)) / 2)
+  L_sigma = L_local / (2 e^l_local) + L_align / (2 e^l_align) + l_local / 2 + s(p) l_align / 2      (both losses
+  detached) lambda  = exp(l_local - l_align),   L_reg = gamma relu(lambda - lambda_max)^2,   s(p) = max(1e-3, (1 +
+  cos(pi p)) / 2)
 and the network minimises L_W = L_local + lambda.detach() L_align. With frozen losses the sigmas settle at L_local and
-L_align / s, so lambda at s L_local / L_align (Proposition 1). The gradient of two scalars is written out by hand: no second
-backward pass, and nothing of it can reach the network.
+L_align / s, so lambda at s L_local / L_align (Proposition 1). The gradient of two scalars is written out by hand: no
+second backward pass, and nothing of it can reach the network.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ def schedule(progress: Tensor) -> Tensor:
 
 
 class WeightingSettings(ObjectiveSettings):
-    weighting: Literal["none", "fixed", "linear", "cosine", "learnable", "gradnorm", "kendall", "decoupled", "meta-anneal", "aurora"] = (
-        "aurora"
+    weighting: Literal[
+        "none", "fixed", "linear", "cosine", "learnable", "gradnorm", "kendall", "decoupled", "meta-anneal", "aurora"
+    ] = "aurora"
+    anneal_on: Literal["log", "data"] | None = Field(
+        None, description="which term s(p) multiplies; log, or data in the as-run preset"
     )
-    anneal_on: Literal["log", "data"] | None = Field(None, description="which term s(p) multiplies; log, or data in the as-run preset")
     lambda_max: float = Field(50.0, gt=0, description="where the stability term begins")
     gamma: float = Field(1e-3, ge=0, description="strength of the stability term")
     lambda_cap: float | None = Field(None, gt=0, description="a hard cap on lambda; off by default: the bound is soft")
@@ -46,7 +49,8 @@ class WeightingSettings(ObjectiveSettings):
 
 
 class Weighting(nn.Module):
-    """Base: lambda as a function of progress alone. ``weigh`` gives (what the network minimises, lambda); ``update`` learns from it."""
+    """Base: lambda as a function of progress alone. ``weigh`` gives (what the network minimises, lambda); ``update``
+    learns from it."""
 
     def __init__(self, settings: WeightingSettings, start: float = 0.0) -> None:
         super().__init__()
@@ -96,7 +100,8 @@ class Cosine(Weighting):
 
 
 class Learner(Weighting):
-    """Two scalars, learnt by SGD with momentum from a gradient given in closed form; clipped on their own, to norm ``sigma_clip``."""
+    """Two scalars, learnt by SGD with momentum from a gradient given in closed form; clipped on their own, to norm
+    ``sigma_clip``."""
 
     def __init__(self, settings: WeightingSettings, start: tuple[float, float]) -> None:
         super().__init__(settings)
@@ -117,11 +122,13 @@ class Learner(Weighting):
 
 
 class Learnable(Learner):
-    """lambda = softplus(a + b cos(pi p)). The paper names no loss for a and b; ours is lambda L_align / L_local - log lambda, whose
-    minimum is the balance lambda = L_local / L_align that uncertainty weighting has too."""
+    """lambda = softplus(a + b cos(pi p)). The paper names no loss for a and b; ours is lambda L_align / L_local - log
+    lambda, whose minimum is the balance lambda = L_local / L_align that uncertainty weighting has too."""
 
     def __init__(self, settings: WeightingSettings, start: float = 0.0) -> None:
-        super().__init__(settings, (math.log(math.expm1(math.exp(start))), 0.0))  # lambda = e^start at the start, as AURORA's
+        super().__init__(
+            settings, (math.log(math.expm1(math.exp(start))), 0.0)
+        )  # lambda = e^start at the start, as AURORA's
 
     def strength(self, progress: Tensor) -> Tensor:
         return F.softplus(self.scalars[0] + self.scalars[1] * torch.cos(math.pi * progress))
@@ -137,7 +144,8 @@ class Learnable(Learner):
 
 
 class GradNorm(Weighting):
-    """lambda follows (with a memory of about ten steps) the ratio of the two losses' gradient norms at the prototypes, where they meet."""
+    """lambda follows (with a memory of about ten steps) the ratio of the two losses' gradient norms at the prototypes,
+    where they meet."""
 
     def __init__(self, settings: WeightingSettings, start: float = 0.0) -> None:
         super().__init__(settings)
@@ -168,9 +176,12 @@ class Kendall(Weighting):
 
 
 class Uncertainty(Learner):
-    """Decoupled uncertainty weighting. ``anneal`` adds the meta-annealing prior, ``stable`` the squared hinge: both make AURORA."""
+    """Decoupled uncertainty weighting. ``anneal`` adds the meta-annealing prior, ``stable`` the squared hinge: both
+    make AURORA."""
 
-    def __init__(self, settings: WeightingSettings, start: float = 0.0, *, anneal: bool = True, stable: bool = True) -> None:
+    def __init__(
+        self, settings: WeightingSettings, start: float = 0.0, *, anneal: bool = True, stable: bool = True
+    ) -> None:
         super().__init__(settings, (start, 0.0))
         self.anneal, self.stable = anneal, stable
 

@@ -1,8 +1,9 @@
 """Adapting received models to the node's own data: fine-tune (eq. 4), prune (eq. 5), post-fine-tune (eq. 6).
 
-Candidates of one architecture are adapted together, several models in one step, or one by one with ``together: false``: the numbers are the
-same. While they post-tune, pruned channels are silenced by masks instead of cut, so that neighbours of different widths stay in one stack; a
-silenced channel gives 0 through its BatchNorm too and gets no gradient, which is what training the smaller network does. They are cut at the end.
+Candidates of one architecture are adapted together, several models in one step, or one by one with ``together: false``:
+the numbers are the same. While they post-tune, pruned channels are silenced by masks instead of cut, so that neighbours
+of different widths stay in one stack; a silenced channel gives 0 through its BatchNorm too and gets no gradient, which
+is what training the smaller network does. They are cut at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Key = tuple[object, ...]
 def finetune(candidates: Sequence[Candidate], site: Site, settings: OrientSettings, key: Key) -> None:
     """Eq. 4: each candidate on the node's own training data."""
     for group, stack in stacks(candidates, site, settings):
-        tuned = tune(stack, Problem(), site, settings, settings.stage_epochs("finetune"), (*key, "finetune"), "finetune")
+        tuned = tune(
+            stack, Problem(), site, settings, settings.stage_epochs("finetune"), (*key, "finetune"), "finetune"
+        )
         _take_over(group, tuned, tuned.stack, "finetune")
 
 
@@ -46,7 +49,9 @@ def posttune(candidates: Sequence[Candidate], site: Site, settings: OrientSettin
     """Eq. 6: what was lost by pruning is won back, with the marked channels silent."""
     for group, stack in stacks(candidates, site, settings):
         pruned = group[0].stays is not None
-        masks = {name: torch.stack([c.stays[name] for c in group if c.stays is not None]) for name in group[0].stays or {}}
+        masks = {
+            name: torch.stack([c.stays[name] for c in group if c.stays is not None]) for name in group[0].stays or {}
+        }
         problem = Masked(stack.spec, masks) if pruned else Problem()
         tuned = tune(stack, problem, site, settings, settings.stage_epochs("post"), (*key, "post"), "post")
         _take_over(group, tuned, folded(tuned.stack, masks) if pruned else tuned.stack, "post")
@@ -63,13 +68,18 @@ def shrink(candidates: Sequence[Candidate], site: Site, settings: OrientSettings
             whole = candidate.network()
             smaller = removed(whole, candidate.stays)
             if settings.diagnostics:
-                candidate.facts |= {"latency_ms_before": latency_ms(whole, images), "latency_ms_after": latency_ms(smaller, images)}
+                candidate.facts |= {
+                    "latency_ms_before": latency_ms(whole, images),
+                    "latency_ms_after": latency_ms(smaller, images),
+                }
             candidate.become({n: t.detach() for n, t in smaller.state_dict().items()}, smaller.spec)
         candidate.facts |= {"parameters_after": candidate.spec.parameter_count(), "flops_after": flops(candidate.spec)}
         candidate.stays = None
 
 
-def stacks(candidates: Sequence[Candidate], site: Site, settings: OrientSettings) -> Iterator[tuple[list[Candidate], Stack]]:
+def stacks(
+    candidates: Sequence[Candidate], site: Site, settings: OrientSettings
+) -> Iterator[tuple[list[Candidate], Stack]]:
     """Candidates of one spec with their stack, at most ``settings.stack`` at a time (one, if not together)."""
     most = (settings.stack or len(candidates) or 1) if settings.together else 1
     for same in by_spec(candidates):
@@ -78,7 +88,10 @@ def stacks(candidates: Sequence[Candidate], site: Site, settings: OrientSettings
         for part in (marked, plain):
             for first in range(0, len(part), most):
                 group = part[first : first + most]
-                yield group, Stack.of(group[0].spec, [c.state for c in group], site.train.images.device, settings.backend)
+                yield (
+                    group,
+                    Stack.of(group[0].spec, [c.state for c in group], site.train.images.device, settings.backend),
+                )
 
 
 def _take_over(group: Sequence[Candidate], tuned: Tuned, stack: Stack, stage: str) -> None:

@@ -1,7 +1,8 @@
 """Who is let in: a neighbour that cannot be used is refused with a reason, and the round goes on without it.
 
-``screen`` is flyby's own: before any adaptation, a neighbour must know more than chance of the classes it claims to hold, judged on the node's
-own images of them. Random weights do not, flipped labels do worse; without it, fine-tuning would wash a poisoned model until it looks like others.
+``screen`` is flyby's own: before any adaptation, a neighbour must know more than chance of the classes it claims to
+hold, judged on the node's own images of them. Random weights do not, flipped labels do worse; without it, fine-tuning
+would wash a poisoned model until it looks like others.
 """
 
 from __future__ import annotations
@@ -12,27 +13,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flyby.admission import Gate
 from flyby.data.site import Part, Site
 from flyby.errors import BadInput
 from flyby.orient.candidate import Candidate, by_spec
 from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack
 from flyby.orient.tuning import stack_logits
-from flyby.parcel import Parcel
-from flyby.plausible import judge
+from flyby.parcels.gate import Gate
+from flyby.parcels.parcel import Parcel
+from flyby.parcels.plausible import judge
 
 Check = Callable[[Parcel], None]
 PROBE = 4
 
 
-def read_inbox(folder: Path | Sequence[Path], gate: Gate | None = None, own: Parcel | None = None) -> tuple[list[Parcel], list[str]]:
-    """The parcels of a folder, or of a list of files, that come through the gate, in name order, and a line for each file that does
-    not. Fit is judged by the ``own`` model."""
+def read_inbox(
+    folder: Path | Sequence[Path], gate: Gate | None = None, own: Parcel | None = None
+) -> tuple[list[Parcel], list[str]]:
+    """The parcels of a folder, or of a list of files, that come through the gate, in name order, and a line for each
+    file that does not. Fit is judged by the ``own`` model."""
     if isinstance(folder, Path) and not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; name the folder that holds the received .parcel files")
     gate = gate or Gate(receiver=own.manifest.sender if own else "node")
-    read = {path: gate.try_check(path) for path in (sorted(folder.glob("*.parcel")) if isinstance(folder, Path) else folder)}
+    read = {
+        path: gate.try_check(path) for path in (sorted(folder.glob("*.parcel")) if isinstance(folder, Path) else folder)
+    }
     admitted = [read[Path(str(one.source))] for one in gate.settle(like=own.manifest if own else None)]
     return [item for item in admitted if item is not None], [one.line for one in gate.refused]
 
@@ -40,7 +45,8 @@ def read_inbox(folder: Path | Sequence[Path], gate: Gate | None = None, own: Par
 def admit(
     received: Sequence[Parcel], own: Parcel, site: Site, device: torch.device, check: Check | None = None
 ) -> tuple[list[Candidate], list[str]]:
-    """Candidates from what can be used, and a line for what cannot. ``check`` may refuse a parcel by raising BadInput (a wrong signature, say)."""
+    """Candidates from what can be used, and a line for what cannot. ``check`` may refuse a parcel by raising BadInput
+    (a wrong signature, say)."""
     admitted: list[Candidate] = []
     log: list[str] = []
     seen = {own.manifest.sender}
@@ -55,9 +61,13 @@ def admit(
                 check(item)
             candidate = Candidate.of(item, device)
             _check_runs(candidate, site)
-        except Exception as error:  # whatever a stranger's model does, it is the stranger's fault and not the end of the round
+        except (
+            Exception
+        ) as error:  # whatever a stranger's model does, it is the stranger's fault and not the end of the round
             reason = (
-                str(error) if isinstance(error, BadInput) else f"it crashes on a batch of images ({type(error).__name__}: {_line(error)})"
+                str(error)
+                if isinstance(error, BadInput)
+                else f"it crashes on a batch of images ({type(error).__name__}: {_line(error)})"
             )
             log.append(f"refused {sender}: {reason}")
         else:
@@ -71,7 +81,10 @@ def _check_manifest(item: Parcel, site: Site) -> None:
         raise BadInput(f"its {len(manifest.class_names)} classes are not this node's {len(site.class_names)}")
     if (manifest.spec.size, manifest.spec.channels) != (site.size, site.channels):
         h, w = manifest.spec.size
-        raise BadInput(f"it takes {h}x{w}x{manifest.spec.channels} images, this node has {site.size[0]}x{site.size[1]}x{site.channels}")
+        raise BadInput(
+            f"it takes {h}x{w}x{manifest.spec.channels} images, this node has"
+            f" {site.size[0]}x{site.size[1]}x{site.channels}"
+        )
     for name, tensor in item.weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BadInput(f"its weights are not finite ({name})")
@@ -91,7 +104,8 @@ def _line(error: BaseException) -> str:
 
 
 def part_logits(candidates: Sequence[Candidate], site: Site, part: str, settings: OrientSettings) -> None:
-    """Fill every candidate's cache for ``train`` or ``val``; each network runs over a part once, however often it is asked for."""
+    """Fill every candidate's cache for ``train`` or ``val``; each network runs over a part once, however often it is
+    asked for."""
     data: Part = getattr(site, part)
     for group in by_spec(c for c in candidates if part not in c.logits):
         stack = Stack.of(group[0].spec, [c.state for c in group], data.images.device, settings.backend)
@@ -100,7 +114,8 @@ def part_logits(candidates: Sequence[Candidate], site: Site, part: str, settings
 
 
 def screen(candidates: Sequence[Candidate], site: Site, settings: OrientSettings) -> tuple[list[Candidate], list[str]]:
-    """Candidates whose recall over the classes they claim (and this node holds) is clearly above chance: :func:`flyby.plausible.judge`."""
+    """Candidates whose recall over the classes they claim (and this node holds) is clearly above chance:
+    :func:`flyby.parcels.plausible.judge`."""
     for part in ("train", "val"):
         part_logits(candidates, site, part, settings)
     labels = torch.cat([site.train.labels, site.val.labels])

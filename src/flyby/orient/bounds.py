@@ -1,10 +1,12 @@
 """FOL's two theorems as diagnostics beside what is measured; they decide nothing.
 
-Theorem 1 bounds the gap between the student's and the teacher's risk. As printed: L C T / (a (1 - a)) (L_KD / 2 + 1/8), with a the least softmax
-output. Its eigenvalue step fails for C = 3 and it is loose by 2; since x^T (diag p - p p^T) x >= a ||x||^2 for x orthogonal to 1, and log p is
-concave along a segment of logits, the centred logit gap is at most (T / a) ||p_S - p_T||, which gives L (T / a) mean ||p_S - p_T||.
+Theorem 1 bounds the gap between the student's and the teacher's risk. As printed: L C T / (a (1 - a)) (L_KD / 2 + 1/8),
+with a the least softmax output. Its eigenvalue step fails for C = 3 and it is loose by 2; since x^T (diag p - p p^T) x
+>= a ||x||^2 for x orthogonal to 1, and log p is concave along a segment of logits, the centred logit gap is at most (T
+/ a) ||p_S - p_T||, which gives L (T / a) mean ||p_S - p_T||.
 
-Theorem 2: E||theta^r - theta*||^2 contracts by 1 - 2 eta mu + eta^2 L_s^3 / mu each step. It says something only for eta < 2 mu^2 / L_s^3.
+Theorem 2: E||theta^r - theta*||^2 contracts by 1 - 2 eta mu + eta^2 L_s^3 / mu each step. It says something only for
+eta < 2 mu^2 / L_s^3.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from flyby.rng import generator
 LIPSCHITZ = math.sqrt(2)  # of cross-entropy in the logits: its gradient is p - y
 
 
-def theorem_1(student: Tensor, teacher: Tensor, labels: Tensor, temperature: float, penalty: float = 0.0) -> dict[str, float]:
-    """Both forms of the bound from logits ``[N, C]`` of student and teacher, beside the measured gap. ``penalty`` is eq. 12's second term."""
+def theorem_1(
+    student: Tensor, teacher: Tensor, labels: Tensor, temperature: float, penalty: float = 0.0
+) -> dict[str, float]:
+    """Both forms of the bound from logits ``[N, C]`` of student and teacher, beside the measured gap. ``penalty`` is
+    eq. 12's second term."""
     student, teacher, labels = student.double().cpu(), teacher.double().cpu(), labels.cpu()
     p_s, p_t = (student / temperature).softmax(1), (teacher / temperature).softmax(1)
     least = float(torch.minimum(p_s.min(), p_t.min()).clamp_min(1e-300))
@@ -43,7 +48,8 @@ def theorem_1(student: Tensor, teacher: Tensor, labels: Tensor, temperature: flo
 
 
 def theorem_2(rate: float, convexity: float, smoothness: float) -> dict[str, Any]:
-    """The contraction factor for a learning rate eta, strong convexity mu and smoothness L_s, and the largest eta for which it is under one."""
+    """The contraction factor for a learning rate eta, strong convexity mu and smoothness L_s, and the largest eta for
+    which it is under one."""
     if convexity <= 0 or smoothness <= 0:
         return {"factor": None, "largest_rate": 0.0, "says_nothing": True}
     factor = 1 - 2 * rate * convexity + rate * rate * smoothness**3 / convexity

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from flyby.models import ModelSpec, Network
 from flyby.orient.stack import Tensors
-from flyby.parcel import Parcel
+from flyby.parcels.parcel import Parcel
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A network by its spec and state dict (on the node's device). ``version`` is the round of its sender's model (0: pretrained);
-    ``stays`` marks channels to be cut; ``logits`` caches what the network says of the node's own parts, by part name."""
+    """A network by its spec and state dict (on the node's device). ``version`` is the round of its sender's model (0:
+    pretrained); ``stays`` marks channels to be cut; ``logits`` caches what the network says of the node's own parts, by
+    part name.
+    """
 
     sender: str
     spec: ModelSpec
@@ -35,9 +37,12 @@ class Candidate:
         manifest = item.manifest
         version = manifest.meta.get("version", 0)
         return cls(
-            manifest.sender, manifest.spec, {n: t.to(device) for n, t in item.weights.items()}, manifest.counts,
+            manifest.sender,
+            manifest.spec,
+            {n: t.to(device) for n, t in item.weights.items()},
+            manifest.counts,
             version if isinstance(version, int) else 0,
-        )  # fmt: skip
+        )
 
     def become(self, state: Tensors, spec: ModelSpec | None = None) -> None:
         """Take new weights; what was cached about the old ones is forgotten."""

@@ -1,8 +1,9 @@
 """Who meets whom in which round, and what stays in a node's buffer between rounds.
 
-Every ordered pair of nodes meets once at most, over all rounds. In a round a node tops its buffer up to Q neighbour models; after it, K models
-stay: the node's own new one in place of the stale one, and the K - 1 best adapted peers. So round 1 brings Q neighbours and every later round
-Q + 1 - K: with Q = 29, K = 10, E = 3 and n = 70 that is 29 + 20 + 20 = 69, each peer exactly once, and never more than Q at a time.
+Every ordered pair of nodes meets once at most, over all rounds. In a round a node tops its buffer up to Q neighbour
+models; after it, K models stay: the node's own new one in place of the stale one, and the K - 1 best adapted peers. So
+round 1 brings Q neighbours and every later round Q + 1 - K: with Q = 29, K = 10, E = 3 and n = 70 that is 29 + 20 + 20
+= 69, each peer exactly once, and never more than Q at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 
 from flyby.errors import BadInput
 from flyby.files import digest, read_json, write_json
-from flyby.ledger import Ledger
 from flyby.orient.candidate import Candidate
+from flyby.parcels.ledger import Ledger
 from flyby.rng import generator
 
 SCHEMA = 1
@@ -39,12 +40,16 @@ class Schedule:
                     if sender not in known or receiver not in known:
                         stranger = sender if sender not in known else receiver
                         raise BadInput(
-                            f"round {number} of the schedule names {stranger!r}, which is not one of its nodes; correct the schedule"
+                            f"round {number} of the schedule names {stranger!r}, which is not one of its nodes; correct"
+                            " the schedule"
                         )
                     if sender == receiver:
                         raise BadInput(f"round {number} of the schedule has {sender} meet itself; correct the schedule")
                     if (sender, receiver) in seen:
-                        raise BadInput(f"{sender} sends to {receiver} twice in the schedule, again in round {number}; each pair meets once")
+                        raise BadInput(
+                            f"{sender} sends to {receiver} twice in the schedule, again in round {number}; each pair"
+                            " meets once"
+                        )
                     seen.add((sender, receiver))
 
     def senders(self, node: str, number: int) -> tuple[str, ...]:
@@ -68,23 +73,31 @@ class Schedule:
         raw = read_json(path)
         try:
             if raw["schema_version"] != SCHEMA:
-                raise BadInput(f"{path} has schedule schema {raw['schema_version']!r} and this flyby reads {SCHEMA}; update flyby")
-            rounds = tuple({str(n): tuple(str(s) for s in senders) for n, senders in one.items()} for one in raw["rounds"])
+                raise BadInput(
+                    f"{path} has schedule schema {raw['schema_version']!r} and this flyby reads {SCHEMA}; update flyby"
+                )
+            rounds = tuple(
+                {str(n): tuple(str(s) for s in senders) for n, senders in one.items()} for one in raw["rounds"]
+            )
             schedule = cls(tuple(str(n) for n in raw["nodes"]), rounds)
         except (KeyError, TypeError, AttributeError) as error:
             raise BadInput(
-                f"{path} is not a meeting schedule ({type(error).__name__}: {error}); it needs schema_version, nodes and rounds"
+                f"{path} is not a meeting schedule ({type(error).__name__}: {error}); it needs schema_version, nodes"
+                " and rounds"
             ) from None
         if raw.get("digest", schedule.to_json()["digest"]) != schedule.to_json()["digest"]:
-            raise BadInput(f"{path} was changed after it was written (its digest does not fit); make the schedule again")
+            raise BadInput(
+                f"{path} was changed after it was written (its digest does not fit); make the schedule again"
+            )
         return schedule
 
 
 def make_schedule(nodes: Sequence[str], rounds: int, buffer: int, top: int, seed: int) -> Schedule:
-    """A random schedule: all possible pairs as matchings of a round-robin tournament over shuffled nodes, dealt in random order.
+    """A random schedule: all possible pairs as matchings of a round-robin tournament over shuffled nodes, dealt in
+    random order.
 
-    In one matching everybody meets at most one peer, so that q matchings bring every node q neighbours (one fewer where the number of nodes
-    is odd and the node once sat out).
+    In one matching everybody meets at most one peer, so that q matchings bring every node q neighbours (one fewer where
+    the number of nodes is odd and the node once sat out).
     """
     rng = generator(seed, "schedule", len(nodes), rounds, buffer, top)
     players: list[str | None] = [nodes[int(i)] for i in torch.randperm(len(nodes), generator=rng)]

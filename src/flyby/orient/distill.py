@@ -1,7 +1,7 @@
 """Regularised distillation, FOL's eq. 12: mean KL(softmax(A/T) || softmax(f/T)) + lambda ||theta+ - theta-||^2.
 
-The teacher's logits A are those cached on the node's training images, so the student sees these images as they are; T = 4, no factor T^2 and
-lambda = .01 over the sum of squares of all trainable parameters, as printed.
+The teacher's logits A are those cached on the node's training images, so the student sees these images as they are; T =
+4, no factor T^2 and lambda = .01 over the sum of squares of all trainable parameters, as printed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ def softened_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 class Distilled(Problem):
-    """Eq. 12 for one student (a stack of one) that starts at theta-. ``teacher`` are logits ``[N, C]`` of the training part, ``teacher_val`` of the
-    validation part where ``watch: teacher`` asks for them."""
+    """Eq. 12 for one student (a stack of one) that starts at theta-. ``teacher`` are logits ``[N, C]`` of the training
+    part, ``teacher_val`` of the validation part where ``watch: teacher`` asks for them."""
 
     augments = False
 
-    def __init__(self, start: Stack, teacher: Tensor, settings: OrientSettings, teacher_val: Tensor | None = None) -> None:
+    def __init__(
+        self, start: Stack, teacher: Tensor, settings: OrientSettings, teacher_val: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.settings = settings
-        self.teacher, self.teacher_val = teacher.to(start.device), None if teacher_val is None else teacher_val.to(start.device)
+        self.teacher, self.teacher_val = (
+            teacher.to(start.device),
+            (None if teacher_val is None else teacher_val.to(start.device)),
+        )
         self.start = {name: t.detach().clone() for name, t in start.parameters.items()}
 
     def data_term(self, logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
@@ -44,7 +49,9 @@ class Distilled(Problem):
     def penalty(self, parameters: Tensors) -> Penalty:
         if self.settings.anchor == 0:
             return None
-        return self.settings.anchor * torch.stack([(t - self.start[n]).square().sum() for n, t in parameters.items()]).sum().unsqueeze(0)
+        return self.settings.anchor * torch.stack(
+            [(t - self.start[n]).square().sum() for n, t in parameters.items()]
+        ).sum().unsqueeze(0)
 
     def watched(self, logits: Tensor, val: Part) -> Tensor:
         if self.settings.watch == "teacher" and self.teacher_val is not None:

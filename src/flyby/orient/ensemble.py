@@ -1,4 +1,5 @@
-"""The weighted ensemble, FOL's eqs. 10 and 11: A_w(x) = sum_i w_i f_i(x), w = argmin of the cross-entropy of A_w on the node's own data.
+"""The weighted ensemble, FOL's eqs. 10 and 11: A_w(x) = sum_i w_i f_i(x), w = argmin of the cross-entropy of A_w on the
+node's own data.
 
 The members' logits are computed once and kept; fitting K numbers to them costs nothing more.
 """
@@ -12,13 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def fit_weights(logits: Tensor, labels: Tensor, form: Literal["simplex", "unconstrained"] = "simplex", steps: int = 200) -> Tensor:
-    """w ``[K]`` from cached logits ``[K, N, C]``: a softmax of free numbers (they stay positive and sum to one), or the numbers themselves."""
+def fit_weights(
+    logits: Tensor, labels: Tensor, form: Literal["simplex", "unconstrained"] = "simplex", steps: int = 200
+) -> Tensor:
+    """w ``[K]`` from cached logits ``[K, N, C]``: a softmax of free numbers (they stay positive and sum to one), or the
+    numbers themselves."""
     logits, labels = logits.detach().double().cpu(), labels.cpu()
     models = len(logits)
-    free = torch.zeros(models, dtype=torch.float64) if form == "simplex" else torch.full((models,), 1 / models, dtype=torch.float64)
+    free = (
+        torch.zeros(models, dtype=torch.float64)
+        if form == "simplex"
+        else torch.full((models,), 1 / models, dtype=torch.float64)
+    )
     free.requires_grad_()
-    optimizer = torch.optim.LBFGS([free], max_iter=steps, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [free], max_iter=steps, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+    )
 
     def loss() -> Tensor:
         optimizer.zero_grad()

@@ -1,8 +1,8 @@
 """Which layers two networks share: FOL's Appendix B.1 [Huang and Shu, ICML 2025].
 
-L_shared(k, j) holds pairs (l, l') of layers of the same type and the same full shape; each layer is in one pair at most, and every layer
-of k takes the first of j's that is still free. What j has beyond that is unshared. (In the paper's example eq. 26 also lists BN(32)_j,
-which j does not have: only BN(64)_j is unshared.)
+L_shared(k, j) holds pairs (l, l') of layers of the same type and the same full shape; each layer is in one pair at
+most, and every layer of k takes the first of j's that is still free. What j has beyond that is unshared. (In the
+paper's example eq. 26 also lists BN(32)_j, which j does not have: only BN(64)_j is unshared.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Signature = tuple[object, ...]
 
 
 def signature(layer: nn.Module) -> Signature | None:
-    """Type and full shape of a layer, None for one without weights. The bias is part of the shape, groups tell depthwise filters apart."""
+    """Type and full shape of a layer, None for one without weights. The bias is part of the shape, groups tell
+    depthwise filters apart."""
     shapes = tuple(tuple(p.shape) for p in layer.parameters(recurse=False))
     if isinstance(layer, nn.Conv2d):
         return ("conv", layer.groups, *shapes)
@@ -37,7 +38,8 @@ def layers_of(network: nn.Module) -> dict[str, Signature]:
 
 
 def match(own: Mapping[str, Signature], other: Mapping[str, Signature]) -> list[tuple[str, str]]:
-    """Greedy one-to-one pairs (own layer, other's layer), each of ``own`` in order with the first free layer of its kind."""
+    """Greedy one-to-one pairs (own layer, other's layer), each of ``own`` in order with the first free layer of its
+    kind."""
     free = list(other)
     pairs = []
     for name, mark in own.items():
@@ -60,7 +62,9 @@ def unshared_layers(own: ModelSpec, other: ModelSpec) -> list[str]:
     return [name for name in layers_of(other.skeleton()) if name not in taken]
 
 
-def cosine(own: ModelSpec, own_state: Mapping[str, Tensor], other: ModelSpec, other_state: Mapping[str, Tensor]) -> float:
+def cosine(
+    own: ModelSpec, own_state: Mapping[str, Tensor], other: ModelSpec, other_state: Mapping[str, Tensor]
+) -> float:
     """Eq. 8 over the parameters of shared layers; -1 where two networks share none."""
     pairs = shared_layers(own, other)
     if not pairs:
@@ -72,5 +76,9 @@ def cosine(own: ModelSpec, own_state: Mapping[str, Tensor], other: ModelSpec, ot
 
 def _flat(spec: ModelSpec, state: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     skeleton = spec.skeleton()
-    keys = [f"{name}.{key}" if name else key for name in names for key, _ in skeleton.get_submodule(name).named_parameters(recurse=False)]
+    keys = [
+        f"{name}.{key}" if name else key
+        for name in names
+        for key, _ in skeleton.get_submodule(name).named_parameters(recurse=False)
+    ]
     return torch.cat([state[key].detach().double().reshape(-1) for key in keys])

@@ -15,7 +15,8 @@ from flyby.models import ModelSpec, Network
 
 @lru_cache(maxsize=256)
 def flops(spec: ModelSpec) -> int:
-    """Multiplications and additions of one image's forward pass through convolutions and linear layers, counted by hooks (nothing is computed)."""
+    """Multiplications and additions of one image's forward pass through convolutions and linear layers, counted by
+    hooks (nothing is computed)."""
     total = 0
 
     def count(layer: nn.Module, _: Any, out: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Federated Oriented Learning [Huang and Shu, ICML 2025] as a list of stages; a variant is a list with some left out.
 
-Stage by stage, for one node in one round: admit what was received, screen it, fine-tune, prune, post-tune, cut, score on validation data, select the
-top K, weigh them into a teacher, distil the teacher into the node's own architecture. FOL answers with the student, FOL-A with the teacher; the N
-variants adapt nothing. Test data is never looked at here.
+Stage by stage, for one node in one round: admit what was received, screen it, fine-tune, prune, post-tune, cut, score
+on validation data, select the top K, weigh them into a teacher, distil the teacher into the node's own architecture.
+FOL answers with the student, FOL-A with the teacher; the N variants adapt nothing. Test data is never looked at here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyby import parcel
 from flyby.data.site import Site
 from flyby.errors import BadInput, unknown
-from flyby.fusion.average import AverageSettings, FedAvg
 from flyby.fusion.base import Inbox
-from flyby.fusion.experts import ExpertsPredictor, expert_votes
+from flyby.fusion.ensembles.experts import ExpertsPredictor, expert_votes
 from flyby.fusion.predictor import Ensemble, Predictor, Single
+from flyby.fusion.weights.average import AverageSettings, FedAvg
 from flyby.orient import adapt, bounds
 from flyby.orient.admit import Check, admit, part_logits, screen
 from flyby.orient.candidate import Candidate
@@ -34,14 +33,16 @@ from flyby.orient.select import top_k
 from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack
 from flyby.orient.tuning import tune
-from flyby.parcel import Parcel
+from flyby.parcels import parcel
+from flyby.parcels.parcel import Parcel
 
 SELF = "self"
 
 
 @dataclass
 class Work:
-    """What the stages hand on. ``site`` is on the device; ``peers`` are kept and new neighbours; ``done`` ends the round early."""
+    """What the stages hand on. ``site`` is on the device; ``peers`` are kept and new neighbours; ``done`` ends the
+    round early."""
 
     own_parcel: Parcel
     received: Sequence[Parcel]
@@ -70,8 +71,10 @@ Stage = Callable[[Work], None]
 
 @dataclass(frozen=True)
 class Personal:
-    """A personalised node: ``predictor`` is the variant's answer, ``own`` the parcel of its new model, ``kept`` the peers for the next round,
-    ``rows`` one line a candidate, ``facts`` weights, theorems and seconds, ``log`` what was refused or skipped and why."""
+    """A personalised node: ``predictor`` is the variant's answer, ``own`` the parcel of its new model, ``kept`` the
+    peers for the next round, ``rows`` one line a candidate, ``facts`` weights, theorems and seconds, ``log`` what was
+    refused or skipped and why.
+    """
 
     predictor: Predictor
     student: Single
@@ -156,10 +159,12 @@ def weigh_stage(work: Work) -> None:
     cached = {part: torch.stack([c.logits[part] for c in work.chosen]) for part in ("train", "val")}
     if s.teacher == "experts":
         # An adapted member has seen its sender's classes and this node's.
-        seen = torch.tensor([[a + b for a, b in zip(c.counts or [0] * len(site.counts), site.counts, strict=True)] for c in work.chosen])
-        experts = ExpertsPredictor(specs, site.class_names, networks, form="softmax", votes=expert_votes(seen.double(), 1.0).float()).to(
-            work.device
+        seen = torch.tensor(
+            [[a + b for a, b in zip(c.counts or [0] * len(site.counts), site.counts, strict=True)] for c in work.chosen]
         )
+        experts = ExpertsPredictor(
+            specs, site.class_names, networks, form="softmax", votes=expert_votes(seen.double(), 1.0).float()
+        ).to(work.device)
         with torch.no_grad():
             for part in ("train", "val"):
                 scores = torch.cat([experts(piece) for piece in torch.split(getattr(site, part).images, 256)])
@@ -168,7 +173,9 @@ def weigh_stage(work: Work) -> None:
         return
     labels = site.train.labels if s.fit == "train" else site.val.labels
     weights = fit_weights(cached[s.fit], labels, s.weights)
-    work.facts["weights"] = {c.sender if c is not work.own else SELF: round(float(w), 6) for c, w in zip(work.chosen, weights, strict=True)}
+    work.facts["weights"] = {
+        c.sender if c is not work.own else SELF: round(float(w), 6) for c, w in zip(work.chosen, weights, strict=True)
+    }
     work.teacher_logits = {part: combine(logits, weights) for part, logits in cached.items()}
     work.teacher = Ensemble(specs, site.class_names, networks, mean="logits", weights=weights.tolist())
 
@@ -179,7 +186,11 @@ def distill_stage(work: Work) -> None:
     start = Stack.of(work.own.spec, [work.own.state], work.device, s.backend)
     problem = Distilled(start, work.teacher_logits["train"], s, work.teacher_logits["val"])
     tuned = tune(start, problem, site, s, s.stage_epochs("distill"), (*work.key, "distill"), "distill")
-    work.facts |= {"distill_epochs": tuned.epochs[0], "distill_best": tuned.best_epochs[0], "distill_history": tuned.history}
+    work.facts |= {
+        "distill_epochs": tuned.epochs[0],
+        "distill_best": tuned.best_epochs[0],
+        "distill_history": tuned.history,
+    }
     student = Candidate(work.own.sender, work.own.spec, tuned.stack.states()[0], work.own.counts)
     work.student = Single([student.spec], site.class_names, [student.network()])
     if s.diagnostics:
@@ -194,7 +205,11 @@ def distill_stage(work: Work) -> None:
         )
         curvature = bounds.smoothness(tuned.stack, problem, site.train.images)
         # The anchor's own curvature 2 lambda is all the convexity that can be vouched for.
-        work.facts["theorem_2"] = {"smoothness": curvature, "convexity": 2 * s.anchor, **bounds.theorem_2(s.lr, 2 * s.anchor, curvature)}
+        work.facts["theorem_2"] = {
+            "smoothness": curvature,
+            "convexity": 2 * s.anchor,
+            **bounds.theorem_2(s.lr, 2 * s.anchor, curvature),
+        }
 
 
 def average_stage(work: Work) -> None:
@@ -244,16 +259,28 @@ def orient(
     number: int = 1,
     check: Check | None = None,
 ) -> Personal:
-    """One node, one round: personalise ``own`` with what was ``received`` (and the peers ``kept`` from the round before), on the site's own train and
-    validation data. A neighbour that cannot be used is refused with a reason in the log; a node without a usable one keeps its own model."""
+    """One node, one round: personalise ``own`` with what was ``received`` (and the peers ``kept`` from the round
+    before), on the site's own train and validation data. A neighbour that cannot be used is refused with a reason in
+    the log; a node without a usable one keeps its own model.
+    """
     settings = settings or OrientSettings()
     stages, device = stages_of(variant), torch.device(device)
     check_site(own, site, variant)
     if prune_stage in stages:
-        channel_groups(own.manifest.spec.replace(head="linear"))  # says now, not after an hour, if torch-pruning is missing
+        channel_groups(
+            own.manifest.spec.replace(head="linear")
+        )  # says now, not after an hour, if torch-pruning is missing
     mine = Candidate.of(own, device)
     work = Work(
-        own, received, _only_train_and_val(site).to(device), settings, (seed, site.id, "orient", number), device, mine, list(kept), check
+        own,
+        received,
+        _only_train_and_val(site).to(device),
+        settings,
+        (seed, site.id, "orient", number),
+        device,
+        mine,
+        list(kept),
+        check,
     )
     seconds: dict[str, float] = {}
     for stage in stages:
@@ -270,11 +297,13 @@ def check_site(own: Parcel, site: Site, variant: str) -> None:
     spec = own.manifest.spec
     if own.manifest.class_names != site.class_names or (spec.size, spec.channels) != (site.size, site.channels):
         raise BadInput(
-            f"the own model of {own.manifest.sender} is for other classes or other images than {site.id}'s data; train it on this data"
+            f"the own model of {own.manifest.sender} is for other classes or other images than {site.id}'s data; train"
+            " it on this data"
         )
     if variant not in ("local", "gossip") and len(site.val) == 0:
         raise BadInput(
-            f"{variant} chooses by validation accuracy, and {site.id} has no validation images; hold some out with split.val=0.15"
+            f"{variant} chooses by validation accuracy, and {site.id} has no validation images; hold some out with"
+            " split.val=0.15"
         )
 
 
@@ -291,17 +320,33 @@ def _personal(work: Work, variant: str, number: int) -> Personal:
     own = work.own_parcel
     if work.student is not None:
         own = parcel.make(
-            sender=old.sender, method=variant, spec=old.spec, class_names=old.class_names, weights=student.networks[0].state_dict(), samples=old.samples,
-            counts=old.counts, counts_kind=old.counts_kind, codec=old.codec, meta={"version": number}, provenance={"oriented from": own.digest, "round": number},
-        )  # fmt: skip
+            sender=old.sender,
+            method=variant,
+            spec=old.spec,
+            class_names=old.class_names,
+            weights=student.networks[0].state_dict(),
+            samples=old.samples,
+            counts=old.counts,
+            counts_kind=old.counts_kind,
+            codec=old.codec,
+            meta={"version": number},
+            provenance={"oriented from": own.digest, "round": number},
+        )
     rows = [_row(candidate, work) for candidate in [*work.peers, work.own]]
     kept = [] if variant in ("local", "gossip") else retain(work.peers, work.settings.buffer, work.settings.top)
-    return Personal(teacher if variant in TEACHERS else student, student, teacher, own, kept, rows, work.facts, work.log)
+    return Personal(
+        teacher if variant in TEACHERS else student, student, teacher, own, kept, rows, work.facts, work.log
+    )
 
 
 def _row(candidate: Candidate, work: Work) -> dict[str, Any]:
     name = SELF if candidate is work.own else candidate.sender
     return {
-        "sender": name, "model": candidate.spec.name, "version": candidate.version, "score": candidate.score, "chosen": candidate in work.chosen,
-        "weight": work.facts.get("weights", {}).get(name) if candidate in work.chosen else None, **candidate.facts,
-    }  # fmt: skip
+        "sender": name,
+        "model": candidate.spec.name,
+        "version": candidate.version,
+        "score": candidate.score,
+        "chosen": candidate in work.chosen,
+        "weight": work.facts.get("weights", {}).get(name) if candidate in work.chosen else None,
+        **candidate.facts,
+    }

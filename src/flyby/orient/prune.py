@@ -1,15 +1,17 @@
-"""Alignment-aware structured pruning, FOL's eq. 5 [Huang and Shu, ICML 2025], on a stack of neighbours of one architecture.
+"""Alignment-aware structured pruning, FOL's eq. 5 [Huang and Shu, ICML 2025], on a stack of neighbours of one
+architecture.
 
 min over weights phi and gates alpha in [0, 1] of
 
     mean CE(f(x; phi, alpha), y) + lambda_p sum_(l,l') sum_i ||alpha_l'i W_l'i - W^own_li||^2
         + gamma_shared sum_l ||alpha_l . W_l||_2,1 + gamma_unshared sum_u ||alpha_u . W_u||_2,1
 
-with one gate a filter of every convolution and linear layer but the last. The gate multiplies the filter, its bias and its BatchNorm
-channel (BatchNorm alone would undo a mere scaling), so a filter whose gate is shut gives exactly 0. By default each sum over filters is
-their mean, so that the strengths do not scale with the model's size; ``reduction: sum`` is the literal reading. The last layer has no gate
-and no lasso, but it is aligned where it is shared. Then a channel goes when alpha ||W|| of every filter that produces it is under 1e-2 of its
-layer's median; filters that are added together (residual blocks), or follow each other depthwise, go together or not at all.
+with one gate a filter of every convolution and linear layer but the last. The gate multiplies the filter, its bias and
+its BatchNorm channel (BatchNorm alone would undo a mere scaling), so a filter whose gate is shut gives exactly 0. By
+default each sum over filters is their mean, so that the strengths do not scale with the model's size; ``reduction:
+sum`` is the literal reading. The last layer has no gate and no lasso, but it is aligned where it is shared. Then a
+channel goes when alpha ||W|| of every filter that produces it is under 1e-2 of its layer's median; filters that are
+added together (residual blocks), or follow each other depthwise, go together or not at all.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def dependency_graph(network: Network) -> Any:
     try:
         import torch_pruning
     except ImportError:
-        raise BadInput("pruning needs torch-pruning, which is not installed; install it with pip install 'flyby[prune]'") from None
+        raise BadInput(
+            "pruning needs torch-pruning, which is not installed; install it with pip install 'flyby[prune]'"
+        ) from None
     spec = network.spec
     example = torch.zeros(1, spec.channels, *spec.size, device=next(network.parameters()).device)
     with torch.enable_grad():  # it follows the graph that autograd makes
@@ -46,14 +50,17 @@ def dependency_graph(network: Network) -> Any:
 
 @lru_cache(maxsize=64)
 def channel_groups(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
-    """Layers whose output channels stand or fall together, one tuple a group; the last layer, and what only it reads, is in none."""
+    """Layers whose output channels stand or fall together, one tuple a group; the last layer, and what only it reads,
+    is in none."""
     network = spec.build().eval()
     graph = dependency_graph(network)
     names = {module: name for name, module in network.named_modules()}
     groups = []
     for group in graph.get_all_groups(ignored_layers=[network.head], root_module_types=[nn.Conv2d, nn.Linear]):
         outs = [
-            names[d.target.module] for d, _ in group if isinstance(d.target.module, Filters) and graph.is_out_channel_pruning_fn(d.handler)
+            names[d.target.module]
+            for d, _ in group
+            if isinstance(d.target.module, Filters) and graph.is_out_channel_pruning_fn(d.handler)
         ]
         groups.append(tuple(dict.fromkeys(outs)))
     return tuple(groups)
@@ -63,7 +70,9 @@ def channel_groups(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
 def gated_layers(spec: ModelSpec) -> dict[str, str | None]:
     """Every layer that has gates, with the BatchNorm that follows it (None: none does)."""
     if spec.head != "linear":
-        raise BadInput(f"a network with a {spec.head} head cannot be pruned; its class directions would lose their meaning")
+        raise BadInput(
+            f"a network with a {spec.head} head cannot be pruned; its class directions would lose their meaning"
+        )
     modules = [(n, m) for n, m in spec.skeleton().named_modules() if isinstance(m, Filters | nn.BatchNorm2d)]
     gated: dict[str, str | None] = {}
     for (name, layer), (after, norm) in pairwise(modules):  # the last one is the head
@@ -74,7 +83,8 @@ def gated_layers(spec: ModelSpec) -> dict[str, str | None]:
 
 
 def scaled(spec: ModelSpec, parameters: Tensors, factors: Tensors) -> Tensors:
-    """Stacked parameters with each filter, its bias and its BatchNorm channel multiplied by its factor: ``factors[layer]`` is ``[M, filters]``."""
+    """Stacked parameters with each filter, its bias and its BatchNorm channel multiplied by its factor:
+    ``factors[layer]`` is ``[M, filters]``."""
     out = dict(parameters)
     for name, norm in gated_layers(spec).items():
         factor = factors[name]
@@ -88,7 +98,13 @@ class Gated(Problem):
     """Eq. 5. ``own`` is the state dict of the node's own network, towards which shared layers are pulled."""
 
     def __init__(
-        self, spec: ModelSpec, models: int, own: ModelSpec, own_state: Mapping[str, Tensor], settings: OrientSettings, device: torch.device
+        self,
+        spec: ModelSpec,
+        models: int,
+        own: ModelSpec,
+        own_state: Mapping[str, Tensor],
+        settings: OrientSettings,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.spec, self.settings, self.learns_weights = spec, settings, settings.joint
@@ -109,8 +125,12 @@ class Gated(Problem):
         shared = [name for name in self.extra if name in self.targets]
         unshared = [name for name in self.extra if name not in self.targets]
         total = s.lambda_p * self._reduced([self._distances(name, parameters) for name in self.targets], parameters)
-        total = total + s.gamma_shared * self._reduced([self.strengths(name, parameters) for name in shared], parameters)
-        return total + s.gamma_unshared * self._reduced([self.strengths(name, parameters) for name in unshared], parameters)
+        total = total + s.gamma_shared * self._reduced(
+            [self.strengths(name, parameters) for name in shared], parameters
+        )
+        return total + s.gamma_unshared * self._reduced(
+            [self.strengths(name, parameters) for name in unshared], parameters
+        )
 
     def _distances(self, name: str, parameters: Tensors) -> Tensor:
         """``[M, filters]``: ||alpha_i W_i - W^own_i||, squared unless the poster's form is asked for."""
@@ -137,12 +157,16 @@ class Gated(Problem):
 
     def take(self, rows: Tensor) -> Gated:
         some = object.__new__(Gated)
-        some.__dict__ = {**self.__dict__, "extra": {n: g.detach()[rows].requires_grad_() for n, g in self.extra.items()}}
+        some.__dict__ = {
+            **self.__dict__,
+            "extra": {n: g.detach()[rows].requires_grad_() for n, g in self.extra.items()},
+        }
         return some
 
 
 class Masked(Problem):
-    """Cross-entropy with some channels silenced for good: what training the physically smaller network would do, with the stack still whole."""
+    """Cross-entropy with some channels silenced for good: what training the physically smaller network would do, with
+    the stack still whole."""
 
     def __init__(self, spec: ModelSpec, masks: Tensors) -> None:
         super().__init__()
@@ -158,21 +182,28 @@ class Masked(Problem):
 @torch.no_grad()
 def folded(stack: Stack, factors: Tensors) -> Stack:
     """The stack with gates (or masks) multiplied into its parameters: the same function without them."""
-    parameters = {n: t.detach().clone().requires_grad_() for n, t in scaled(stack.spec, stack.parameters, factors).items()}
+    parameters = {
+        n: t.detach().clone().requires_grad_() for n, t in scaled(stack.spec, stack.parameters, factors).items()
+    }
     return Stack(stack.spec, parameters, stack.buffers, stack.backend)
 
 
 @torch.no_grad()
 def keep_masks(stack: Stack, threshold: float) -> Tensors:
-    """``[M, filters]`` of 1 (stays) and 0 (goes) for every gated layer of a folded stack. Never all of a layer goes: the strongest channel stays."""
+    """``[M, filters]`` of 1 (stays) and 0 (goes) for every gated layer of a folded stack. Never all of a layer goes:
+    the strongest channel stays."""
     masks: Tensors = {
-        name: torch.ones(stack.parameters[f"{name}.weight"].shape[:2], device=stack.device) for name in gated_layers(stack.spec)
+        name: torch.ones(stack.parameters[f"{name}.weight"].shape[:2], device=stack.device)
+        for name in gated_layers(stack.spec)
     }
     for group in channel_groups(stack.spec):
         norms = [torch.linalg.vector_norm(stack.parameters[f"{name}.weight"].flatten(2), dim=2) for name in group]
         medians = [norm.median(dim=1, keepdim=True).values for norm in norms]
         # A layer whose median is 0 has mostly dead filters: those exactly at 0 go.
-        weak = [torch.where(median > 0, norm < threshold * median, norm == 0) for norm, median in zip(norms, medians, strict=True)]
+        weak = [
+            torch.where(median > 0, norm < threshold * median, norm == 0)
+            for norm, median in zip(norms, medians, strict=True)
+        ]
         stays = ~torch.stack(weak).all(0)
         strongest = torch.stack(norms).sum(0).argmax(1, keepdim=True)
         stays = stays.scatter(1, strongest, True)
@@ -182,7 +213,8 @@ def keep_masks(stack: Stack, threshold: float) -> Tensors:
 
 
 def removed(network: Network, stays: Mapping[str, Tensor]) -> Network:
-    """The physically smaller network: channels that do not stay are cut with everything that depends on them; its spec says the new widths."""
+    """The physically smaller network: channels that do not stay are cut with everything that depends on them; its spec
+    says the new widths."""
     spec = network.spec
     if all(bool(mask.all()) for mask in stays.values()):
         return network
@@ -198,12 +230,18 @@ def removed(network: Network, stays: Mapping[str, Tensor]) -> Network:
         if not gone:
             continue
         root = network.get_submodule(group[0])
-        cut = torch_pruning.prune_conv_out_channels if isinstance(root, nn.Conv2d) else torch_pruning.prune_linear_out_channels
+        cut = (
+            torch_pruning.prune_conv_out_channels
+            if isinstance(root, nn.Conv2d)
+            else torch_pruning.prune_linear_out_channels
+        )
         if isinstance(root, nn.Conv2d) and root.groups > 1 and root.groups == root.out_channels:
             cut = torch_pruning.prune_depthwise_conv_out_channels
         graph.get_pruning_group(root, cut, idxs=gone).prune()
     smaller = spec.replace(**new_widths(spec, network)).skeleton()
-    smaller.load_state_dict({n: t.detach().contiguous() for n, t in network.state_dict().items()}, strict=True, assign=True)
+    smaller.load_state_dict(
+        {n: t.detach().contiguous() for n, t in network.state_dict().items()}, strict=True, assign=True
+    )
     return smaller.to(device).eval()
 
 
@@ -223,7 +261,8 @@ def _width(network: nn.Module, name: str) -> int:
 
 @lru_cache(maxsize=32)
 def width_layers(name: str, stem: str) -> dict[str, str]:
-    """For each named width of an architecture, a layer that is so wide: found by changing the width and looking which layer follows."""
+    """For each named width of an architecture, a layer that is so wide: found by changing the width and looking which
+    layer follows."""
     spec = ModelSpec(name=name, classes=2, channels=1, size=(64, 64), width=0.01, stem=stem)  # type: ignore[arg-type]
     base = {n: m.weight.shape[0] for n, m in spec.skeleton().named_modules() if isinstance(m, Filters)}
     found = {}

@@ -1,4 +1,5 @@
-"""Top-K selection, FOL's Algorithm 2: by validation accuracy (eq. 7), ties at the cutoff by cosine similarity to the own model (eq. 8)."""
+"""Top-K selection, FOL's Algorithm 2: by validation accuracy (eq. 7), ties at the cutoff by cosine similarity to the
+own model (eq. 8)."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 
 def top_k(scores: Sequence[float], k: int, closeness: Callable[[int], float]) -> list[int]:
-    """Places of the K best. All above the K-th score are in; those equal to it fill what is left, the closest to the own model first.
+    """Places of the K best. All above the K-th score are in; those equal to it fill what is left, the closest to the
+    own model first.
 
-    ``closeness(place)`` is asked only for the tied, and only where they are more than the room left; the order of ``scores`` decides what even
-    that leaves equal.
+    ``closeness(place)`` is asked only for the tied, and only where they are more than the room left; the order of
+    ``scores`` decides what even that leaves equal.
     """
     k = min(k, len(scores))
     if k == 0:

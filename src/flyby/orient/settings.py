@@ -18,7 +18,10 @@ class OrientSettings(BaseModel):
 
     buffer: Annotated[int, Field(ge=1, description="Q: most neighbour models a node holds")] = 29
     top: Annotated[
-        int, Field(ge=1, description="K: members of the ensemble; K - 1 adapted peers and the new self stay for the next round")
+        int,
+        Field(
+            ge=1, description="K: members of the ensemble; K - 1 adapted peers and the new self stay for the next round"
+        ),
     ] = 10
     readapt: Annotated[bool, Field(description="adapt kept peers again in the next round")] = False
 
@@ -27,7 +30,9 @@ class OrientSettings(BaseModel):
     prune_epochs: Annotated[int | None, Field(ge=0)] = None
     post_epochs: Annotated[int | None, Field(ge=0)] = None
     distill_epochs: Annotated[int | None, Field(ge=0)] = None
-    patience: Annotated[int, Field(ge=1, description="epochs without a better validation loss before a model stops")] = 20
+    patience: Annotated[
+        int, Field(ge=1, description="epochs without a better validation loss before a model stops")
+    ] = 20
     lr: Annotated[float, Field(gt=0)] = 0.001
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Field(ge=0)] = 0.001
@@ -39,25 +44,36 @@ class OrientSettings(BaseModel):
     gamma_shared: Annotated[float, Field(ge=0, description="eq. 5: group lasso of shared layers")] = 0.05
     gamma_unshared: Annotated[float, Field(ge=0, description="eq. 5: group lasso of unshared layers")] = 0.02
     squared: Annotated[bool, Field(description="eq. 5 squares the alignment norm (the poster does not)")] = True
-    reduction: Annotated[Literal["mean", "sum"], Field(description="mean over filters, or eq. 5's literal sum")] = "mean"
+    reduction: Annotated[Literal["mean", "sum"], Field(description="mean over filters, or eq. 5's literal sum")] = (
+        "mean"
+    )
     joint: Annotated[bool, Field(description="eq. 5 over weights and gates; false: gates only")] = True
     threshold: Annotated[float, Field(ge=0, description="a filter goes under this share of its layer's median")] = 0.01
 
     weights: Literal["simplex", "unconstrained"] = "simplex"
     fit: Annotated[Literal["train", "val"], Field(description="where eq. 11 is fitted")] = "train"
     teacher: Literal["ensemble", "experts"] = "ensemble"
-    early_exit: Annotated[bool, Field(description="keep the own model when no neighbour beats it on validation data")] = False
-    screen: Annotated[bool, Field(description="refuse a neighbour that knows no more than chance of the classes it claims")] = True
+    early_exit: Annotated[
+        bool, Field(description="keep the own model when no neighbour beats it on validation data")
+    ] = False
+    screen: Annotated[
+        bool, Field(description="refuse a neighbour that knows no more than chance of the classes it claims")
+    ] = True
 
     temperature: Annotated[float, Field(gt=0, description="eq. 12: T")] = 4.0
     temperature_squared: Annotated[bool, Field(description="multiply eq. 12's KL by T^2")] = False
-    anchor: Annotated[float, Field(ge=0, description="eq. 12: lambda, pull towards the model before distillation")] = 0.01
+    anchor: Annotated[float, Field(ge=0, description="eq. 12: lambda, pull towards the model before distillation")] = (
+        0.01
+    )
     watch: Annotated[
-        Literal["labels", "teacher"], Field(description="validation loss of distillation: eq. 12's KL to the teacher, or cross-entropy")
+        Literal["labels", "teacher"],
+        Field(description="validation loss of distillation: eq. 12's KL to the teacher, or cross-entropy"),
     ] = "teacher"
     gossip: Annotated[Literal["uniform", "size"], Field(description="weights of the gossip average")] = "uniform"
 
-    together: Annotated[bool, Field(description="adapt neighbours of one architecture in one step; false: one after another")] = True
+    together: Annotated[
+        bool, Field(description="adapt neighbours of one architecture in one step; false: one after another")
+    ] = True
     stack: Annotated[int | None, Field(ge=1, description="most models in one step; default: all")] = None
     backend: Annotated[Backend, Field(description="how several models take one step")] = "auto"
     graph: Annotated[bool, Field(description="replay training steps as CUDA graphs, on a GPU")] = True
@@ -82,15 +98,19 @@ class FleetSettings(OrientSettings):
     """A whole population: what one node does, and who meets whom."""
 
     rounds: Annotated[int, Field(ge=1, le=1000, description="E: collection rounds")] = 3
-    sends: Annotated[Literal["pretrained", "current"], Field(description="what a neighbour sends when it is met")] = "pretrained"
-    eval_nodes: Annotated[Names, Field(description="nodes that are personalised and judged, by number or name; default: all")] = ()
+    sends: Annotated[Literal["pretrained", "current"], Field(description="what a neighbour sends when it is met")] = (
+        "pretrained"
+    )
+    eval_nodes: Annotated[
+        Names, Field(description="nodes that are personalised and judged, by number or name; default: all")
+    ] = ()
     fleet: Annotated[Names, Field(description="architectures, dealt to the nodes in turn; default: one for all")] = ()
     meetings: Annotated[str | None, Field(description="a saved meeting schedule to replay")] = None
 
 
 def stage_defaults(size: tuple[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(pretraining, adaptation) settings for images of a size where the user names none: the paper's for satellites, for CIFAR-like images, and
-    ones found to work for tiny ones, which the paper has none of."""
+    """(pretraining, adaptation) settings for images of a size where the user names none: the paper's for satellites,
+    for CIFAR-like images, and ones found to work for tiny ones, which the paper has none of."""
     common = {"momentum": 0.9, "weight_decay": 0.001}
     if min(size) < 24:
         train, stages = {"lr": 0.05, "batch": 32, "epochs": 100}, {"epochs": 20, "distill_epochs": 60}

@@ -1,7 +1,8 @@
 """Several networks of one architecture as one: their tensors stacked as ``[M, ...]``, one forward pass for all.
 
-A GPU that takes one small batch at a time mostly waits for the next kernel to be launched; M models in one step cost nearly the launches
-of one. Each model sees the same batches and its own gradient only, so the numbers are those of training one by one.
+A GPU that takes one small batch at a time mostly waits for the next kernel to be launched; M models in one step cost
+nearly the launches of one. Each model sees the same batches and its own gradient only, so the numbers are those of
+training one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ STREAMS = 8
 
 
 class Stack:
-    """M networks of one spec. ``parameters`` and ``buffers`` map names to stacked tensors; parameters are leaves that want gradients."""
+    """M networks of one spec. ``parameters`` and ``buffers`` map names to stacked tensors; parameters are leaves that
+    want gradients."""
 
     def __init__(self, spec: ModelSpec, parameters: Tensors, buffers: Tensors, backend: Backend = "auto") -> None:
         self.spec, self.parameters, self.buffers = spec, parameters, buffers
@@ -32,7 +34,13 @@ class Stack:
         self.backend = pick_backend(backend, self.template)
 
     @classmethod
-    def of(cls, spec: ModelSpec, states: Sequence[Mapping[str, Tensor]], device: torch.device | str, backend: Backend = "auto") -> Stack:
+    def of(
+        cls,
+        spec: ModelSpec,
+        states: Sequence[Mapping[str, Tensor]],
+        device: torch.device | str,
+        backend: Backend = "auto",
+    ) -> Stack:
         """The stack of some state dicts, copied to a device."""
         skeleton = spec.skeleton()
         stacked = {name: torch.stack([state[name] for state in states]).to(device) for name in skeleton.state_dict()}
@@ -62,7 +70,8 @@ class Stack:
 
     def _loop(self, x: Tensor, tensors: Tensors) -> Tensor:
         """One model after another; on a GPU on several streams, which pays once the step is a graph."""
-        # unbind, not indexing: the gradient of one is a single stack, that of M indexed rows is M tensors of the whole stack's size.
+        # unbind, not indexing: the gradient of one is a single stack, that of M indexed rows is M tensors of the whole
+        # stack's size.
         apart = [{n: t.unbind() for n, t in every.items()} for every in (tensors, self.buffers)]
         rows = [tuple({n: t[m] for n, t in every.items()} for every in apart) for m in range(len(self))]
         if len(self) == 1 or not x.is_cuda:
@@ -105,8 +114,8 @@ def full(x: Tensor) -> Tensor:
 
 
 def pick_backend(backend: Backend, network: nn.Module) -> Backend:
-    """``auto``: one batched product for all where a network is made of matrices only; where it has convolutions one after another, whose
-    grouped form is slow everywhere: on a GPU side by side on several streams, in one graph."""
+    """``auto``: one batched product for all where a network is made of matrices only; where it has convolutions one
+    after another, whose grouped form is slow everywhere: on a GPU side by side on several streams, in one graph."""
     if backend != "auto":
         return backend
     return "loop" if any(isinstance(m, nn.Conv2d) for m in network.modules()) else "vmap"
@@ -121,9 +130,12 @@ class _Nothing:
 
 
 class _ConvolutionAsProduct(TorchFunctionMode):
-    """Dense convolutions as unfold and matrix product, which vmap turns into one batched product instead of a grouped convolution."""
+    """Dense convolutions as unfold and matrix product, which vmap turns into one batched product instead of a grouped
+    convolution."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is not torch.conv2d or args[6] != 1:
             return func(*args, **(kwargs or {}))
         x, weight, bias, stride, padding, dilation, _ = args

@@ -1,8 +1,9 @@
-"""The one loop behind fine-tuning, pruning, post-tuning and distillation: SGD on a stack of models, each with its own early stopping.
+"""The one loop behind fine-tuning, pruning, post-tuning and distillation: SGD on a stack of models, each with its own
+early stopping.
 
-``Problem`` says what is minimised. After every epoch each model's validation loss is looked at once; the weights of its best epoch (the
-state before the first counts too) are kept, a model that has not improved for ``patience`` epochs leaves the stack, and nothing inside
-an epoch waits for the device.
+``Problem`` says what is minimised. After every epoch each model's validation loss is looked at once; the weights of its
+best epoch (the state before the first counts too) are kept, a model that has not improved for ``patience`` epochs
+leaves the stack, and nothing inside an epoch waits for the device.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from flyby.data.site import Part, Site
 from flyby.data.views import PLAIN, ViewSettings, augment
-from flyby.graphs import Captured, one_shape
 from flyby.objectives.supervised import Supervised
 from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack, Tensors, full
 from flyby.rng import generator
+from flyby.training.graphs import Captured, one_shape
 
 Penalty = Tensor | None
 EVALUATION_BATCH = 256
@@ -76,7 +77,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass
 class Tuned:
-    """What a training stage leaves: the best state of each model in one stack, further leaves likewise, and its history."""
+    """What a training stage leaves: the best state of each model in one stack, further leaves likewise, and its
+    history."""
 
     stack: Stack
     extra: Tensors
@@ -87,7 +89,8 @@ class Tuned:
 
 
 class Sgd:
-    """Momentum SGD on stacked leaves, as torch's: v <- m v + g + d w, w <- w - lr v. Decay acts on matrices and filters, as elsewhere in flyby."""
+    """Momentum SGD on stacked leaves, as torch's: v <- m v + g + d w, w <- w - lr v. Decay acts on matrices and
+    filters, as elsewhere in flyby."""
 
     def __init__(self, weights: Tensors, extra: Tensors, settings: OrientSettings) -> None:
         self.settings = settings
@@ -100,7 +103,9 @@ class Sgd:
         moved = list(gradients)
         if self.decayed:
             grown = torch._foreach_add(
-                [moved[i] for i in self.decayed], [self.leaves[i] for i in self.decayed], alpha=self.settings.weight_decay
+                [moved[i] for i in self.decayed],
+                [self.leaves[i] for i in self.decayed],
+                alpha=self.settings.weight_decay,
             )
             for i, gradient in zip(self.decayed, grown, strict=True):
                 moved[i] = gradient
@@ -153,16 +158,24 @@ class Stepper:
     @torch.no_grad()
     def _look(self, val: Part) -> None:
         stack, problem = self.stack, self.problem
-        losses = problem.watched(stack_logits(stack, val.images, self.settings, problem.effective(stack.parameters)), val)
+        losses = problem.watched(
+            stack_logits(stack, val.images, self.settings, problem.effective(stack.parameters)), val
+        )
         penalty = problem.watched_penalty(stack.parameters)
         self.seen.copy_(losses if penalty is None else losses + penalty)
 
 
 def tune(
-    stack: Stack, problem: Problem, site: Site, settings: OrientSettings, epochs: int, key: tuple[object, ...], label: str = ""
+    stack: Stack,
+    problem: Problem,
+    site: Site,
+    settings: OrientSettings,
+    epochs: int,
+    key: tuple[object, ...],
+    label: str = "",
 ) -> Tuned:
-    """Train a stack for at most ``epochs`` and give back the best state of each model. ``site``'s data must be on the stack's device;
-    everything random follows from ``key``, and is the same for every model of the node."""
+    """Train a stack for at most ``epochs`` and give back the best state of each model. ``site``'s data must be on the
+    stack's device; everything random follows from ``key``, and is the same for every model of the node."""
     device, train, spec = stack.device, site.train, stack.spec
     mean, std = spec.statistics(device)
     views = views_of(site, settings) if problem.augments else PLAIN
@@ -199,7 +212,8 @@ def tune(
         going = [m for m in going if epoch - best_epochs[alive[m]] < settings.patience]
         if not going:
             break
-        # A recorded step is for so many models: where there is one, those that stopped are carried along until half have, since a new recording costs more.
+        # A recorded step is for so many models: where there is one, those that stopped are carried along until half
+        # have, since a new recording costs more.
         if len(going) < len(alive) and (step.captured is None or 2 * len(going) <= len(alive)):
             rows = torch.tensor(going, device=device)
             velocity = [v[rows] for v in step.optimizer.velocity]
@@ -231,7 +245,8 @@ def stack_logits(stack: Stack, images: Tensor, settings: OrientSettings, paramet
 
 
 def batches(samples: int, batch: int, rng: torch.Generator) -> Tensor:
-    """One epoch's rows ``[steps, batch]``: a permutation whose beginning fills up the last batch, as in the pretraining."""
+    """One epoch's rows ``[steps, batch]``: a permutation whose beginning fills up the last batch, as in the
+    pretraining."""
     batch = max(2, min(batch, samples))
     steps = math.ceil(samples / batch)
     order = torch.randperm(samples, generator=rng)
@@ -245,7 +260,9 @@ def views_of(site: Site, settings: OrientSettings) -> ViewSettings:
 
 def autocast(settings: OrientSettings, device: torch.device) -> AbstractContextManager[Any]:
     if settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda"):
-        return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)  # a cached cast would not be replayed by a graph
+        return torch.autocast(
+            device.type, dtype=torch.bfloat16, cache_enabled=False
+        )  # a cached cast would not be replayed by a graph
     return nullcontext()
 
 

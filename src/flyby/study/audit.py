@@ -1,11 +1,14 @@
-"""Membership inference on one upload: how well does the model alone tell its training images (*members*) from other ones?
+"""Membership inference on one upload: how well does the model alone tell its training images (*members*) from other
+ones?
 
-An attacker who holds an upload and an image with its label has the model's answer and nothing else. Four scores, higher for likelier members:
-``loss`` log p(y) [Yeom et al., CSF 2018]; ``confidence`` max_c log p(c) and ``entropy`` sum_c p log p, which need no label; ``calibrated``
-log p(y) with each class's own mean and spread taken out, so that a class that is merely hard is not taken for one that was not trained on.
+An attacker who holds an upload and an image with its label has the model's answer and nothing else. Four scores, higher
+for likelier members: ``loss`` log p(y) [Yeom et al., CSF 2018]; ``confidence`` max_c log p(c) and ``entropy`` sum_c p
+log p, which need no label; ``calibrated`` log p(y) with each class's own mean and spread taken out, so that a class
+that is merely hard is not taken for one that was not trained on.
 
-Members and others must differ in membership alone. Sites hold uneven shares of the classes, and a class that a site never saw is easy to tell
-from the rest without any memory of a single image: so the others are weighted to have the members' class frequencies.
+Members and others must differ in membership alone. Sites hold uneven shares of the classes, and a class that a site
+never saw is easy to tell from the rest without any memory of a single image: so the others are weighted to have the
+members' class frequencies.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from flyby.data.site import Part, part_of, site_of
 from flyby.data.sources import load
 from flyby.data.splits import Split, make_split
 from flyby.errors import BadInput
-from flyby.evaluation import check_fit, scores_of
 from flyby.files import read_json
 from flyby.fusion import Predictor, load_predictor
+from flyby.fusion.evaluation import check_fit, scores_of
 from flyby.rng import legacy_numpy
+from flyby.runs.config import RunConfig
 from flyby.settings import build
-from flyby.study.config import RunConfig
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -37,11 +40,15 @@ RESAMPLES = 1000
 GLOBAL = "global"
 
 
-def audit_model(model: Path, members: str, others: str, *, size: int | None = None, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """``flyby audit MODEL --members DATA --others DATA``: the training images of one source against the test images of another (all of
-    them where it has no test split)."""
+def audit_model(
+    model: Path, members: str, others: str, *, size: int | None = None, device: str = "cpu", seed: int = 0
+) -> dict[str, Any]:
+    """``flyby audit MODEL --members DATA --others DATA``: the training images of one source against the test images of
+    another (all of them where it has no test split)."""
     predictor = load_predictor(model)
-    inside, outside = (load(name, size=size, holdout=0.2 if name.startswith("digits") else 0.0) for name in (members, others))
+    inside, outside = (
+        load(name, size=size, holdout=0.2 if name.startswith("digits") else 0.0) for name in (members, others)
+    )
     for data in (inside.train, outside.test or outside.train):
         check_fit(predictor, data)
     return {
@@ -60,8 +67,8 @@ def _unseen(others: Dataset, members: Dataset) -> Part:
 
 
 def audit_run(folder: Path, *, device: str = "cpu", seed: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``flyby audit RUN``: each site's upload, with its own training images against the common test images; then the fused model, with
-    everybody's training images."""
+    """``flyby audit RUN``: each site's upload, with its own training images against the common test images; then the
+    fused model, with everybody's training images."""
     asked = {key: value for key, value in read_json(folder / "config.json").items() if key != "resolved"}
     config, split = build(RunConfig, asked, str(folder / "config.json")), Split.load(folder / "split.json")
     bundle = config.data.load()
@@ -85,14 +92,21 @@ def is_run(folder: Path) -> bool:
 def audit(
     predictor: Predictor, members: Part, others: Part, device: str = "cpu", seed: int = 0, resamples: int = RESAMPLES
 ) -> dict[str, Any]:
-    """All attacks on one model, each with its AUC, a bootstrap interval of it (95 %), and its true-positive rates at low false-positive
-    rates (None where there are too few others to see such a rate)."""
+    """All attacks on one model, each with its AUC, a bootstrap interval of it (95 %), and its true-positive rates at
+    low false-positive rates (None where there are too few others to see such a rate)."""
     classes = len(predictor.class_names)
     held = [np.bincount(part.labels.numpy(), minlength=classes) for part in (members, others)]
     common = (held[0] > 0) & (held[1] > 0)
     if not common.any():
-        raise BadInput("members and others have no class in common, so that only the classes could be told apart; name other images")
-    kept = [Part(part.images[rows], part.labels[rows]) for part in (members, others) for rows in [torch.from_numpy(common)[part.labels]]]
+        raise BadInput(
+            "members and others have no class in common, so that only the classes could be told apart; name other"
+            " images"
+        )
+    kept = [
+        Part(part.images[rows], part.labels[rows])
+        for part in (members, others)
+        for rows in [torch.from_numpy(common)[part.labels]]
+    ]
     weights = (held[0] / np.maximum(held[1], 1))[kept[1].labels.numpy()].astype(np.float64)
     answers = [log_chances(predictor, part, device) for part in kept]
     labels = [part.labels.numpy() for part in kept]
@@ -102,10 +116,14 @@ def audit(
     strongest = max(attacks, key=lambda name: float(attacks[name]["low"]))
     right = [(answer.argmax(1) == own).astype(np.float64) for answer, own in zip(answers, labels, strict=True)]
     return {
-        "members": len(kept[0]), "others": len(kept[1]), "left_out": len(members) + len(others) - len(kept[0]) - len(kept[1]),
+        "members": len(kept[0]),
+        "others": len(kept[1]),
+        "left_out": len(members) + len(others) - len(kept[0]) - len(kept[1]),
         "accuracy": {"members": float(right[0].mean()), "others": float(np.average(right[1], weights=weights))},
-        "attacks": attacks, "strongest": strongest, "verdict": verdict(strongest, attacks[strongest]),
-    }  # fmt: skip
+        "attacks": attacks,
+        "strongest": strongest,
+        "verdict": verdict(strongest, attacks[strongest]),
+    }
 
 
 # Scores
@@ -124,8 +142,11 @@ SCORES: dict[str, Callable[[Floats, Ints], Floats]] = {
 }
 
 
-def calibrated(members: Floats, others: Floats, member_labels: Ints, other_labels: Ints, weights: Floats) -> tuple[Floats, Floats]:
-    """Scores less their class's mean, over its spread: of the whole pool, which an attacker has without knowing who is a member."""
+def calibrated(
+    members: Floats, others: Floats, member_labels: Ints, other_labels: Ints, weights: Floats
+) -> tuple[Floats, Floats]:
+    """Scores less their class's mean, over its spread: of the whole pool, which an attacker has without knowing who is
+    a member."""
     scores, labels = np.concatenate([members, others]), np.concatenate([member_labels, other_labels])
     weights = np.concatenate([np.ones(len(members)), weights])
     total = np.bincount(labels, weights)
@@ -138,13 +159,17 @@ def calibrated(members: Floats, others: Floats, member_labels: Ints, other_label
 # Judging scores
 
 
-def judged(members: Floats, others: Floats, weights: Floats, seed: int = 0, resamples: int = RESAMPLES) -> dict[str, Any]:
+def judged(
+    members: Floats, others: Floats, weights: Floats, seed: int = 0, resamples: int = RESAMPLES
+) -> dict[str, Any]:
     """AUC with its interval, and the rates of :data:`FALSE_ALARMS`; ``weights`` are the others'."""
     levels, place = np.unique(np.concatenate([members, others]), return_inverse=True)
     mine, theirs = place[: len(members)], place[len(members) :]
 
     def shares(count_mine: Floats, count_theirs: Floats) -> tuple[Floats, Floats]:
-        found = [np.bincount(where, count, len(levels)) for where, count in ((mine, count_mine), (theirs, count_theirs))]
+        found = [
+            np.bincount(where, count, len(levels)) for where, count in ((mine, count_mine), (theirs, count_theirs))
+        ]
         return found[0] / found[0].sum(), found[1] / found[1].sum()
 
     at = shares(np.ones(len(mine)), weights)
@@ -176,6 +201,12 @@ def verdict(name: str, found: dict[str, Any]) -> str:
     auc, low, high = found["auc"], found["low"], found["high"]
     between = f"95 % interval {low:.2f} to {high:.2f}"
     if low <= 0.5:
-        return f"No attack does better than chance (strongest: {name}, AUC {auc:.2f}, {between}); that is no proof of privacy, since stronger attacks exist."
+        return (
+            f"No attack does better than chance (strongest: {name}, AUC {auc:.2f}, {between}); that is no proof of"
+            " privacy, since stronger attacks exist."
+        )
     how = "slightly" if auc < 0.6 else "clearly" if auc < 0.75 else "strongly"
-    return f"The model leaks membership {how}: of a training image and another one, the {name} attack finds the training image in {auc:.0%} of cases ({between}; chance is 50%)."
+    return (
+        f"The model leaks membership {how}: of a training image and another one, the {name} attack finds the training"
+        f" image in {auc:.0%} of cases ({between}; chance is 50%)."
+    )

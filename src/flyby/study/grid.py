@@ -1,5 +1,5 @@
-"""``flyby study``: a grid of runs as a typed value. Cells are keyed by a hash of their full configuration: finished ones are never
-redone, uploads are shared by all server rules, and rows from several machines merge by concatenation.
+"""``flyby study``: a grid of runs as a typed value. Cells are keyed by a hash of their full configuration: finished
+ones are never redone, uploads are shared by all server rules, and rows from several machines merge by concatenation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from flyby.data.splits import SPLITS, Split
-from flyby.engines import engine_named
+from flyby.engines.engine import engine_named
 from flyby.errors import BadInput, Diverged, unknown
 from flyby.files import digest, read_json, write_text
-from flyby.methods import check_pair, fusion_named, method_named, objective_named
+from flyby.runs.config import RunConfig, make_config, pick_device
+from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
+from flyby.runs.pipeline import hardware, run, versions
 from flyby.settings import build
-from flyby.study.config import RunConfig, make_config, pick_device
-from flyby.study.run import hardware, run, versions
 
 
 class Study(BaseModel):
@@ -42,7 +42,9 @@ class Study(BaseModel):
     seeds: list[int] = [0]
     clients: list[int] = [5]
     attacks: list[str] = Field(default=[], description="kinds with settings, `random:share=0.4`; empty: nobody attacks")
-    admissions: list[str] = Field(default=[], description="gates before the server: none, default, validated; empty: none")
+    admissions: list[str] = Field(
+        default=[], description="gates before the server: none, default, validated; empty: none"
+    )
     epochs: int | None = None
     model: str | None = None
     settings: list[str] = Field(default=[], description="as --set on the command line, for every cell")
@@ -64,7 +66,10 @@ class Cell:
 
     def __str__(self) -> str:
         threats = "".join(f" / {threat}" for threat in (self.attack, self.admission, self.variant) if threat)
-        return f"{self.config.method} / {self.rule} / {self.data} a={self.config.split.alpha:g} seed {self.config.seed}{threats}"
+        return (
+            f"{self.config.method} / {self.rule} / {self.data} a={self.config.split.alpha:g} seed"
+            f" {self.config.seed}{threats}"
+        )
 
 
 def read_study(name: str) -> tuple[str, Study]:
@@ -127,9 +132,12 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
 
 
 def threats(attack: str, admission: str) -> list[str]:
-    """The assignments of a cell's attack and gate; none where nothing is to be asked for, so that such cells keep their keys."""
+    """The assignments of a cell's attack and gate; none where nothing is to be asked for, so that such cells keep their
+    keys."""
     kind, _, settings = attack.partition(":")
-    asked = [f"attack.kind={kind}", *(f"attack.{s}" for s in settings.split(",") if s)] if kind not in ("", "none") else []
+    asked = (
+        [f"attack.kind={kind}", *(f"attack.{s}" for s in settings.split(",") if s)] if kind not in ("", "none") else []
+    )
     return asked + ([f"admission={admission}"] if admission not in ("", "none") else [])
 
 
@@ -145,8 +153,8 @@ def check_cell(config: RunConfig) -> None:
 
 
 def key_of(config: RunConfig) -> str:
-    """The hash of all that was asked for. What was left to its default stays out, so that a setting added to a later flyby redoes nothing;
-    so does ``locals``, which changes no accuracy of a row."""
+    """The hash of all that was asked for. What was left to its default stays out, so that a setting added to a later
+    flyby redoes nothing; so does ``locals``, which changes no accuracy of a row."""
     asked = json.loads(config.model_dump_json(exclude={"locals"}, exclude_unset=True))
     return digest({name: value for name, value in asked.items() if value not in (None, {})})
 
@@ -171,7 +179,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(target: Path, sources: list[Path]) -> int:
-    """Bring rows from other machines into ``target``; returns how many are new. Equal keys with different split hashes are refused."""
+    """Bring rows from other machines into ``target``; returns how many are new. Equal keys with different split hashes
+    are refused."""
     mine = {row["key"]: row for row in read_rows(target)}
     before = len(mine)
     for source in sources:
@@ -180,7 +189,10 @@ def merge(target: Path, sources: list[Path]) -> int:
         for row in read_rows(source):
             old = mine.setdefault(row["key"], row)
             if old.get("split_hash") != row.get("split_hash"):
-                raise BadInput(f"{source} and {target} disagree on the split of cell {row['key']}: the data differs; keep them apart")
+                raise BadInput(
+                    f"{source} and {target} disagree on the split of cell {row['key']}: the data differs; keep them"
+                    " apart"
+                )
     write_text(target, "".join(json.dumps(row) + "\n" for row in mine.values()))
     return len(mine) - before
 
@@ -209,7 +221,8 @@ def run_study(
     limit: float | None = None,
     quiet: bool = False,
 ) -> tuple[int, int]:
-    """Do what is missing, a row appended as each cell ends; stops before a cell that would likely end after ``limit`` seconds.
+    """Do what is missing, a row appended as each cell ends; stops before a cell that would likely end after ``limit``
+    seconds.
 
     Returns (rows done now, rows still missing). Cells go one after another, or as many at once as the engine can.
     """
@@ -249,13 +262,21 @@ def attempt(cell: Cell, *, work: Path, engine: str | None, device: str, quiet: b
 
 
 def lost(folder: Path, error: Diverged, seconds: float, device: str) -> dict[str, Any]:
-    """What there is to say of a cell whose training diverged: all but an accuracy, from what its run wrote before it trained."""
+    """What there is to say of a cell whose training diverged: all but an accuracy, from what its run wrote before it
+    trained."""
     split, resolved = Split.load(folder / "split.json"), read_json(folder / "config.json")["resolved"]
     recipe = resolved["recipes"][0] if "recipes" in resolved else resolved
     return {
-        "accuracy": None, "diverged": str(error), "split_hash": split.hash, "seconds": round(seconds, 3), "model": recipe["spec"]["name"],
-        "epochs": recipe["train"]["epochs"], "clients": len(split.shares), "hardware": hardware(pick_device(device)), "versions": versions(),
-    }  # fmt: skip
+        "accuracy": None,
+        "diverged": str(error),
+        "split_hash": split.hash,
+        "seconds": round(seconds, 3),
+        "model": recipe["spec"]["name"],
+        "epochs": recipe["train"]["epochs"],
+        "clients": len(split.shares),
+        "hardware": hardware(pick_device(device)),
+        "versions": versions(),
+    }
 
 
 def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
@@ -279,20 +300,36 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
     )
     own = result.get("per_client")
     threat: dict[str, Any] = {
-        name: value for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant)) if value
+        name: value
+        for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant))
+        if value
     }
     if "malicious" in result:
         refused = [one["malicious"] for one in result.get("refused", ())]
-        threat |= {"malicious": len(result["malicious"]), "refused_malicious": sum(refused), "refused_honest": len(refused) - sum(refused)}
+        threat |= {
+            "malicious": len(result["malicious"]),
+            "refused_malicious": sum(refused),
+            "refused_honest": len(refused) - sum(refused),
+        }
     return {
-        "key": cell.key, "study": name, "method": cell.config.method, "fusion": cell.rule, "data": cell.data, "split": cell.config.split.name,
-        "alpha": cell.config.split.alpha, "seed": cell.config.seed, **{k: result[k] for k in kept if k in result},
-        "own_accuracy": sum(own.values()) / len(own) if own else None, **threat, "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+        "key": cell.key,
+        "study": name,
+        "method": cell.config.method,
+        "fusion": cell.rule,
+        "data": cell.data,
+        "split": cell.config.split.name,
+        "alpha": cell.config.split.alpha,
+        "seed": cell.config.seed,
+        **{k: result[k] for k in kept if k in result},
+        "own_accuracy": sum(own.values()) / len(own) if own else None,
+        **threat,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """One line, flushed to disk: a crash loses at most the line being written, and what it left of that line spoils no later one."""
+    """One line, flushed to disk: a crash loses at most the line being written, and what it left of that line spoils no
+    later one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with open(path, "a") as file:

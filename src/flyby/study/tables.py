@@ -1,4 +1,5 @@
-"""Results as Markdown: mean, standard deviation and n of every cell, with published figures and their caveats beside ours."""
+"""Results as Markdown: mean, standard deviation and n of every cell, with published figures and their caveats beside
+ours."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from flyby.errors import BadInput
 from flyby.files import write_text
-from flyby.methods import method_named
+from flyby.runs.methods import method_named
 from flyby.study.grid import Cell, Study, cells, read_rows, settled
 from flyby.study.orient_tables import node_tables
 
@@ -39,7 +40,8 @@ def cell_text(values: list[float | None]) -> str:
 
 
 def render(name: str, study: Study, results: Path, figures: list[Row] | None = None) -> str:
-    """One table for every (data, model, clients, split, epochs): a line a method and rule, a column an alpha, published lines below.
+    """One table for every (data, model, clients, split, epochs): a line a method and rule, a column an alpha, published
+    lines below.
 
     Only rows of the study as it stands are shown: one that was run under other settings must not enter a mean."""
     place = results / f"{name}.jsonl"
@@ -50,7 +52,10 @@ def render(name: str, study: Study, results: Path, figures: list[Row] | None = N
     threats = {cell.key: (cell.attack, cell.admission) for cell in cells(study)}
     rows = [{**row, "key": key} for key, row in settled(study, place).items()]
     if not rows:
-        raise BadInput(f"{place} holds {len(everything)} rows, none of them of the study as it stands; run flyby study {name} again")
+        raise BadInput(
+            f"{place} holds {len(everything)} rows, none of them of the study as it stands; run flyby study {name}"
+            " again"
+        )
     figures = published() if figures is None else figures
     lines = [f"# {study.title}", "", *([study.note.strip(), ""] if study.note else [])]
     for group in sorted({_group(row) for row in rows}):
@@ -58,7 +63,12 @@ def render(name: str, study: Study, results: Path, figures: list[Row] | None = N
         data, model, clients, split, epochs = group
         lines += [f"## {data}: {model}, {clients} clients, `{split}` split, {epochs} epochs", ""]
         if all("by_round" in row for row in mine) and not any(any(threat) for threat in threats.values()):
-            lines += [*node_tables(mine, [f for f in figures if f["data"] == data and f["alpha"] in {row["alpha"] for row in mine}]), ""]
+            lines += [
+                *node_tables(
+                    mine, [f for f in figures if f["data"] == data and f["alpha"] in {row["alpha"] for row in mine}]
+                ),
+                "",
+            ]
         elif any(any(threat) for threat in threats.values()):
             lines += [*under_attack(mine, wanted, threats), ""]
         else:
@@ -97,7 +107,10 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
         shown = [f"*{values[a]:.2f}*" if a in values else "" for a in alphas]
         lines.append(f"| *{method}* | *published: {source}{mark}* | " + " | ".join(shown) + " |")
     seeds = sorted({row["seed"] for row in rows})
-    lines += ["", f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads."]
+    lines += [
+        "",
+        f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads.",
+    ]
     if spent := [row["timings"]["train"] for row in rows if row.get("trained")]:
         hardware = ", ".join(sorted({row["hardware"] for row in rows if row.get("trained")}))
         lines.append(f"Training one set of uploads took {min(spent):.0f} to {max(spent):.0f} s ({hardware}).")
@@ -105,34 +118,59 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
 
 
 def under_attack(rows: list[Row], wanted: dict[str, tuple[str, str]], threats: dict[str, tuple[str, str]]) -> list[str]:
-    """One table a kind of value: a line a method and rule, a column an attack (and gate, and alpha, where there are several).
+    """One table a kind of value: a line a method and rule, a column an attack (and gate, and alpha, where there are
+    several).
 
-    Accuracies come first, then how often triggered images became the target, then whom the gate or the screen turned away: malicious ones of how many, and honest ones.
+    Accuracies come first, then how often triggered images became the target, then whom the gate or the screen turned
+    away: malicious ones of how many, and honest ones.
     """
     alphas, gates = {row["alpha"] for row in rows}, {gate for _, gate in threats.values()}
 
     def column(row: Row) -> str:
         attack, gate = threats[row["key"]]
-        parts = [attack or "none", *([gate or "none"] if len(gates) > 1 else []), *([f"α = {row['alpha']:g}"] if len(alphas) > 1 else [])]
+        parts = [
+            attack or "none",
+            *([gate or "none"] if len(gates) > 1 else []),
+            *([f"α = {row['alpha']:g}"] if len(alphas) > 1 else []),
+        ]
         return ", ".join(parts)
 
     def table(title: str, show: Callable[[list[Row]], str], chosen: list[Row]) -> list[str]:
         heads = list(dict.fromkeys(column(row) for key in wanted for row in chosen if row["key"] == key))
-        lines = [title, "", f"| clients' method | server rule | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
+        lines = [
+            title,
+            "",
+            f"| clients' method | server rule | {' | '.join(heads)} |",
+            "|---|---|" + "---:|" * len(heads),
+        ]
         for line in dict.fromkeys(wanted[key] for key in wanted):
             found = [[r for r in chosen if wanted[r["key"]] == line and column(r) == head] for head in heads]
             if any(found):
-                lines.append(f"| {line[0]} | {line[1]} | " + " | ".join(show(those) if those else "" for those in found) + " |")
+                lines.append(
+                    f"| {line[0]} | {line[1]} | " + " | ".join(show(those) if those else "" for those in found) + " |"
+                )
         return [*lines, ""]
 
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
-    lines = table(f"Test accuracy in %, seeds {seeds}; one split a seed, all rules on the same uploads.", _mean_of("accuracy"), rows)
+    lines = table(
+        f"Test accuracy in %, seeds {seeds}; one split a seed, all rules on the same uploads.",
+        _mean_of("accuracy"),
+        rows,
+    )
     if triggered := [row for row in rows if row.get("attack_success") is not None]:
-        lines += table("Triggered images of other classes that become the target, in %.", _mean_of("attack_success"), triggered)
+        lines += table(
+            "Triggered images of other classes that become the target, in %.", _mean_of("attack_success"), triggered
+        )
     if judged := [
-        row for row in rows if "refused_malicious" in row and (row["refused_malicious"] or row["refused_honest"] or threats[row["key"]][1])
+        row
+        for row in rows
+        if "refused_malicious" in row and (row["refused_malicious"] or row["refused_honest"] or threats[row["key"]][1])
     ]:
-        lines += table("Refused before fusing: malicious ones of all malicious, and honest ones; sums over seeds.", _turned_away, judged)
+        lines += table(
+            "Refused before fusing: malicious ones of all malicious, and honest ones; sums over seeds.",
+            _turned_away,
+            judged,
+        )
     return lines[:-1]
 
 
@@ -141,7 +179,9 @@ def _mean_of(name: str) -> Callable[[list[Row]], str]:
 
 
 def _turned_away(rows: list[Row]) -> str:
-    malicious, refused, honest = (sum(row[name] for row in rows) for name in ("malicious", "refused_malicious", "refused_honest"))
+    malicious, refused, honest = (
+        sum(row[name] for row in rows) for name in ("malicious", "refused_malicious", "refused_honest")
+    )
     return f"{refused} of {malicious}, {honest} honest"
 
 

@@ -1,0 +1,271 @@
+"""The loops that ``flyby bench`` compares. Each lives in a process of its own and stands still until it is its turn, so
+that all can be measured in one run, turn about, without one's threads, caches or worker processes in the way of
+another's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
+
+from flyby.data.site import Part, Site
+from flyby.data.views import PLAIN, ViewSettings
+from flyby.engines import forkserver
+from flyby.errors import FlybyError
+from flyby.models import ModelSpec
+from flyby.rng import generator
+from flyby.runs.methods import objective_named
+from flyby.training.graphs import Captured
+from flyby.training.loop import TrainSettings, autocast, fully_compiled, train_site
+
+Way = Literal["limit", "flyby", "script"]
+PATIENCE = 5.0  # seconds that loops have for leaving, in each of three ways
+WORK = {"plain": "supervised", "salt": "salt", "aurora": "aurora"}  # what is trained, and flyby's objective for it
+
+
+class Work(BaseModel):
+    """One loop: what it trains and which ``way``. ``steps`` make an epoch; the script's are ``script_steps``, so that
+    filling its queue weighs little."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    work: str
+    way: Way
+    model: str
+    size: int
+    batch: int
+    device: str
+    channels: int = 3
+    classes: int = 10
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    compile: Literal["auto", "off", "graph", "full"] = "auto"
+    workers: int = 2
+    threads: int = 1
+    steps: int = 20
+    script_steps: int = 20
+
+    @property
+    def views(self) -> ViewSettings:
+        return objective_named(WORK[self.work]).views((self.size, self.size), True)
+
+    def spec(self) -> ModelSpec:
+        kind = objective_named(WORK[self.work])
+        spec = ModelSpec(name=self.model, classes=self.classes, channels=self.channels, size=(self.size, self.size))
+        return kind.adapt_spec(spec, kind.settings_type())
+
+    def settings(self) -> TrainSettings:
+        kind = objective_named(WORK[self.work])
+        return TrainSettings(
+            **{
+                **kind.defaults(kind.settings_type()),
+                "epochs": 100_000,
+                "batch": self.batch,
+                "precision": self.precision,
+                "compile": self.compile,
+            }
+        )
+
+    def part(self, samples: int) -> Part:
+        """Made-up images: no loop's speed depends on what is in them."""
+        rng = generator("bench")
+        images = torch.randint(0, 256, (samples, self.size, self.size, self.channels), dtype=torch.uint8, generator=rng)
+        return Part(images, torch.randint(0, self.classes, (samples,), generator=rng))
+
+
+class Turn(NamedTuple):
+    """What was done in a turn. A sample is an image, however many views were made of it."""
+
+    steps: int
+    samples: int
+    seconds: float
+    loss: float
+
+
+class Enough(Exception):
+    """Ends a training loop from within."""
+
+
+Report = Callable[[int, float], None]  # steps done and their mean loss, once an epoch
+
+
+def limit(work: Work, report: Report) -> None:
+    """The bare step: forward, backward and update of the same network on one fixed batch that is on the device already."""
+    device, settings = torch.device(work.device), work.settings()
+    torch.backends.cudnn.benchmark = True
+    model = work.spec().build(generator("bench", "model")).to(device)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if fully_compiled(settings, work.spec(), device):
+        model.backbone.compile(dynamic=False)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
+    )
+    part = work.part(work.batch).to(device)
+    x = work.spec().prepare(part.images).repeat(work.views.views, 1, 1, 1).contiguous(memory_format=torch.channels_last)
+    labels = part.labels.repeat(work.views.views)
+    last = torch.zeros((), device=device)
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> None:
+        with autocast(settings, device):
+            loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        last.copy_(loss.detach())
+
+    captured = Captured() if device.type == "cuda" and settings.compile != "off" else None
+    model.train()
+    while True:
+        for _ in range(work.steps):
+            captured(step, x, labels) if captured else step(x, labels)
+        report(work.steps, float(last))  # reading the loss waits for the device
+
+
+def flyby(work: Work, report: Report) -> None:
+    """``train_site`` as it is: everything between two epochs counts, from the order of the batches to the row of the
+    history."""
+    kind = objective_named(WORK[work.work])
+    part = work.part(work.batch * work.steps)
+    empty = Part(part.images[:0], part.labels[:0])
+    site = Site("bench", part, empty, empty, tuple(str(c) for c in range(work.classes)))
+    train_site(
+        site,
+        work.spec(),
+        kind(kind.settings_type()),
+        work.settings(),
+        work.views,
+        0,
+        device=work.device,
+        on_epoch=lambda row: report(work.steps, row["loss"]),
+    )
+
+
+def script(work: Work, report: Report) -> None:
+    """The ordinary script: see ``bench_plain``."""
+    from flyby.bench.plain import Images, Script, contrastive_view, crop_and_mirror
+
+    part = work.part(work.batch * work.script_steps)
+    transform = contrastive_view if work.views.views > 1 else None if work.views == PLAIN else crop_and_mirror
+    data = Images(part.images.numpy(), part.labels.numpy(), transform, work.views.views)
+    model = work.spec().build(generator("bench", "model"))
+    ordinary = Script(model, data, work.batch, work.device, work.workers)
+    while True:
+        report(work.script_steps, ordinary.epoch())
+
+
+LOOPS: dict[Way, Callable[[Work, Report], None]] = {"limit": limit, "flyby": flyby, "script": script}
+
+
+class Baton:
+    """A loop's side of the pipe. Called after every epoch, it returns at once while the loop's turn lasts, and waits
+    for the next when it is over."""
+
+    def __init__(self, pipe: Connection, batch: int) -> None:
+        self.pipe, self.batch = pipe, batch
+        self.budget: float | None = None  # None: still warming up
+        self.losses: list[float] = []
+        self.started, self.steps = 0.0, 0
+
+    def __call__(self, steps: int, loss: float) -> None:
+        seconds = time.perf_counter() - self.started
+        self.steps += steps
+        self.losses.append(loss)
+        if self.budget is not None and seconds < self.budget:
+            return
+        turn = Turn(self.steps, self.steps * self.batch, seconds, sum(self.losses) / len(self.losses))
+        try:
+            self.pipe.send("ready" if self.budget is None else turn)
+            self.budget = self.pipe.recv()
+        except (EOFError, OSError):  # the bench is over, or gone
+            raise Enough from None
+        self.steps, self.losses, self.started = 0, [], time.perf_counter()
+
+
+def serve(raw: str, pipe: Connection) -> None:
+    """A loop's whole life in its process: an epoch to warm up, then, for every number of seconds asked, epochs until
+    they have passed."""
+    work = Work.model_validate_json(raw)
+    torch.set_num_threads(work.threads)
+    try:
+        LOOPS[work.way](work, Baton(pipe, work.batch))
+    except Enough:
+        return
+    except Exception as error:
+        with suppress(OSError):
+            pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+
+
+class Loop:
+    """The parent's side of one loop: ``run`` gives it a turn."""
+
+    def __init__(self, work: Work) -> None:
+        context: Any = forkserver.context_for(work.device)
+        self.work = work
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=serve, args=(work.model_dump_json(), theirs), name=f"{work.work}-{work.way}"
+        )
+        with forkserver.without_interrupts():
+            self.process.start()
+        theirs.close()
+
+    def _hear(self) -> Any:
+        try:
+            said = self.pipe.recv()
+        except EOFError:
+            said = "its process died"
+        if isinstance(said, str) and said != "ready":
+            raise FlybyError(f"the {self.work.way} loop of {self.work.work} failed: {said}")
+        return said
+
+    def ready(self) -> None:
+        self._hear()
+
+    def run(self, seconds: float) -> Turn:
+        self.pipe.send(seconds)
+        return Turn(*self._hear())
+
+    def gone(self, seconds: float) -> bool:
+        self.process.join(seconds)
+        return self.process.exitcode is not None
+
+
+@contextmanager
+def loops(works: list[Work], note: Callable[[str], None] = lambda _: None) -> Iterator[list[Loop]]:
+    """All loops started and warmed up, one after another; ended with the block."""
+    if any(work.device == "cpu" for work in works):
+        forkserver.start()
+    made: list[Loop] = []
+    try:
+        for work in works:
+            note(f"starting {work.work}, {work.way}")
+            made.append(Loop(work))
+            made[-1].ready()
+        yield made
+    finally:
+        end(made)
+
+
+def end(made: Sequence[Loop]) -> None:
+    """A loop sees the end of its pipe after its epoch and leaves, its DataLoader's workers with it; one that does not
+    is asked, then killed."""
+    for loop in made:
+        loop.pipe.close()
+    for word in ("is_alive", "terminate", "kill"):
+        left = [loop for loop in made if not loop.gone(0)]
+        for loop in left:
+            getattr(loop.process, word)()
+        deadline = time.monotonic() + PATIENCE
+        for loop in left:
+            loop.gone(max(0.0, deadline - time.monotonic()))
+
+
+def default_workers() -> int:
+    return min(16, os.cpu_count() or 1)

@@ -1,0 +1,77 @@
+"""Where work runs: the sites of a run, the server's rule, the cells of a study. Every engine gives the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from flyby.engines.cluster import kept
+from flyby.engines.inline import run_inline
+from flyby.engines.jobs import DataSettings, Job, Recipe
+from flyby.engines.processes import run_processes
+from flyby.engines.ray import each_ray, fuse_ray, run_ray
+from flyby.errors import BadInput, unknown
+from flyby.fusion import Fusion, Inbox, Predictor
+from flyby.training.loop import Row
+
+
+def fuse_here(fusion: Fusion, inbox: Inbox, **options: Any) -> Predictor:
+    """The server rule in this process."""
+    return fusion.fuse(inbox, **options)
+
+
+def each_here(
+    function: Callable[[Any], Any], items: Iterable[Any], data: Callable[[Any], DataSettings]
+) -> Iterator[tuple[Any, Any]]:
+    """Items one after another, in this process; each is taken only when the one before it is done."""
+    for item in items:
+        yield item, function(item)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Called with jobs, it trains them. ``fuse`` applies a server rule, ``each`` gives ``(item, function(item))`` for
+    independent items (``data`` says which images an item works on), ``kept`` is for ``held``, and ``needs`` names a
+    package that is an extra."""
+
+    train: Callable[[Sequence[Job], Callable[[Row], None]], None]
+    fuse: Callable[..., Predictor] = fuse_here
+    each: Callable[[Callable[[Any], Any], Iterable[Any], Callable[[Any], DataSettings]], Iterator[tuple[Any, Any]]] = (
+        each_here
+    )
+    kept: Callable[[], AbstractContextManager[None]] = nullcontext
+    needs: str | None = None
+
+    def __call__(self, jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> None:
+        self.train(jobs, on_epoch)
+
+
+ENGINES = {
+    "inline": Engine(run_inline),
+    "processes": Engine(run_processes),
+    "ray": Engine(run_ray, fuse_ray, each_ray, kept, needs="ray"),
+}
+
+
+def engine_named(name: str) -> Engine:
+    if name not in ENGINES:
+        raise unknown("engine", name, ENGINES)
+    needs = ENGINES[name].needs
+    if needs and find_spec(needs) is None:
+        raise BadInput(
+            f"--engine {name} needs {needs}, which is not installed; pip install 'flyby[{needs}]', or use --engine"
+            " processes"
+        )
+    return ENGINES[name]
+
+
+def held(name: str | None) -> AbstractContextManager[None]:
+    """Inside this block what the named engine has to start (a Ray cluster) is started at most once, and ended with the
+    block."""
+    return engine_named(name).kept() if name else nullcontext()
+
+
+__all__ = ["ENGINES", "DataSettings", "Engine", "Job", "Recipe", "engine_named", "held"]

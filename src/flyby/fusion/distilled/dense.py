@@ -1,0 +1,75 @@
+"""DENSE [Zhang et al., NeurIPS 2022]: the clients' ensemble is distilled on images a generator makes from the ensemble
+alone.
+
+Each server epoch a fresh generator is trained on L = CE(t, y) + L_BN + L_adv, with t = mean_k f_k(x) and L_adv =
+-mean[1(argmax s != argmax t) KL(p_t || p_s)]: images that the ensemble is sure of, that look like the clients' data to
+their BatchNorm layers, and that the student still gets wrong. They join a growing pool; the student then takes one pass
+over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flyby.fusion.base import FusionSettings, Inbox
+from flyby.fusion.distilled.distill import Distillation, DistillSettings, Learner, kd
+from flyby.fusion.distilled.synthesis import Pool, Synthesis, SynthesisSettings, Teachers, as_unit, mix
+from flyby.fusion.predictor import Predictor
+
+
+class DenseSettings(DistillSettings, SynthesisSettings):
+    pass
+
+
+class Dense(Distillation):
+    """Data-free distillation; ``class_term`` and ``adversarial`` are the two terms that rules of this kind differ in."""
+
+    name = "dense"
+    paper = "DENSE: Zhang et al., NeurIPS 2022"
+    about = "ensemble distilled on images from a generator that only ever saw the clients' models"
+    synthetic = True
+    settings_type: ClassVar[type[FusionSettings]] = DenseSettings
+    settings: DenseSettings
+    workshop: Synthesis | None = None
+
+    def class_term(self, teacher: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(teacher, labels)
+
+    def adversarial(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return masked_disagreement(student, teacher, self.settings.adv_temperature)
+
+    def grow(self, pool: Pool, teachers: Teachers, learner: Learner, seed: int, epoch: int) -> dict[str, float]:
+        if self.workshop is None or self.workshop.teachers is not teachers:
+            self.workshop = Synthesis(
+                teachers, teachers.specs[0].classes, self._objective(pool, learner), self.settings
+            )
+        images, labels, noted = self.workshop.make(seed, "server", epoch)
+        logits = teachers.logits(as_unit(images))
+        pool.add(images, labels, logits)
+        return noted | {"recognised": float((mix(pool.weights, logits).argmax(1) == labels).float().mean())}
+
+    def _objective(self, pool: Pool, learner: Learner) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        s = self.settings
+
+        def objective(x: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+            teacher = mix(pool.weights, logits)
+            loss = s.ce * self.class_term(teacher, labels)
+            return loss + s.adv * self.adversarial(learner.scores(x, logits), teacher) if s.adv else loss
+
+        return objective
+
+    def fuse(self, parcels: Inbox, **options: Any) -> Predictor:
+        try:
+            return super().fuse(parcels, **options)
+        finally:
+            self.workshop = None
+
+
+def masked_disagreement(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """-mean[1(argmax s != argmax t) KL(p_t || p_s)]; the mean is over all samples, also those that agree."""
+    differs = (student.argmax(1) != teacher.argmax(1)).float()
+    return -(differs * kd(student, teacher, temperature)).mean()

@@ -1,0 +1,371 @@
+"""The distillation loop that DENSE, Co-Boosting, FedDF and IntactOFL share: many teachers in, one learner out.
+
+Each server epoch: the pool grows (or is a proxy set that stays), the ensemble's weights may move, and the learner takes
+one pass over the pool towards the ensemble's softened answers, T^2 KL(softmax(t/T) || softmax(s/T)). A method overrides
+the step that is its own. Everything random asks for its generator by (seed, stage, epoch), so a checkpoint in ``work``
+gives the bytes of an undisturbed run. The learner of the last epoch is the answer: there is no test data here to choose
+another one by.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import AfterValidator, Field
+from torch import Tensor, nn
+
+from flyby.data.dataset import Dataset
+from flyby.errors import Diverged, unknown
+from flyby.files import digest
+from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.distilled.synthesis import (
+    Pool,
+    Precision,
+    Resident,
+    Teachers,
+    as_unit,
+    autocast,
+    mix,
+    normalise,
+    picture_grid,
+)
+from flyby.fusion.predictor import Predictor, Single
+from flyby.models import ARCHITECTURES, ModelSpec, Network
+from flyby.rng import generator, seed_of
+from flyby.training.checkpoint import TrainingState
+from flyby.training.graphs import Captured, one_shape, set_learning_rate
+
+SPEAK_SECONDS, SAVE_SECONDS, SAVE_SHARE = (
+    5.0,
+    5.0,
+    50.0,
+)  # between progress lines, between checkpoints, and times what the last one cost
+TABLE_ROWS = 10
+FEW, MUCH = (
+    0.5,
+    10.0,
+)  # where fewer images are recognised and L_BN weighs more than any cross-entropy, the report says so
+
+
+def known_student(name: str | None) -> str | None:
+    if name is not None and name not in ARCHITECTURES:
+        raise unknown("student", name, ARCHITECTURES)
+    return name
+
+
+StudentName = Annotated[str | None, AfterValidator(known_student)]
+
+
+class DistillSettings(FusionSettings):
+    """How the learner is trained; each rule has its own defaults."""
+
+    student: StudentName = Field(
+        None, description="architecture of the answer; the clients' own (the first one's) where not named"
+    )
+    epochs: int = Field(200, ge=1, le=100_000)
+    passes: int = Field(1, ge=1, description="passes over the pool in each server epoch")
+    batch: int = Field(256, ge=1)
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = Field(0.005, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "cosine"] = "constant"
+    clip: float | None = Field(None, gt=0, description="largest gradient norm")
+    temperature: float = Field(20.0, gt=0)
+    resident: Resident = Field(
+        "auto", description="teachers on the device: all at once, or one at a time (slower, far less memory)"
+    )
+    precision: Precision = "auto"
+
+
+def kd(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """KL(softmax(teacher/T) || softmax(student/T)) of each sample, without the factor T^2."""
+    log_s, log_t = F.log_softmax(student.float() / temperature, 1), F.log_softmax(teacher.float() / temperature, 1)
+    return F.kl_div(log_s, log_t, reduction="none", log_target=True).sum(1)
+
+
+def push(teachers: Teachers, x: Tensor, weights: Tensor, u: Tensor, size: float, temperature: float) -> Tensor:
+    """x + size sign(grad_x <u, softmax(t/T)>): the images moved to where the ensemble answers otherwise, along a random
+    direction u [N, C]."""
+    _, _, gradient = teachers.pull(x, lambda _, logits: (u * (mix(weights, logits) / temperature).softmax(1)).sum())
+    return x + size * gradient.sign()
+
+
+class Learner(nn.Module):
+    """What is trained: ``scores(x, logits)`` for images in 0..1, and the clients' logits on them for those who build on
+    them."""
+
+    def scores(self, x: Tensor, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Student(Learner):
+    """One network of its own."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def scores(self, x: Tensor, logits: Tensor) -> Tensor:
+        out: Tensor = self.network(normalise(x, self.network.spec))
+        return out.float()
+
+
+def student_spec(parcels: Inbox, name: str | None) -> ModelSpec:
+    """The first client's spec, or another architecture for the same images, classes and normalisation, with a linear
+    head."""
+    first = parcels.manifests[0].spec
+    if name is None:
+        return first
+    return ModelSpec(
+        name=name, classes=first.classes, channels=first.channels, size=first.size, mean=first.mean, std=first.std
+    )
+
+
+class Distillation(Fusion):
+    """The loop. ``grow``, ``reweigh``, ``inputs`` and ``loss`` are the steps a method may change, ``learner`` and
+    ``predictor`` its ends."""
+
+    heterogeneous = True
+    settings_type: ClassVar[type[FusionSettings]] = DistillSettings
+    settings: DistillSettings
+    lesson: Lesson | None = None
+
+    def learner(self, parcels: Inbox, seed: int) -> Learner:
+        return Student(student_spec(parcels, self.settings.student).build(generator(seed, "server", "student")))
+
+    def predictor(self, parcels: Inbox, learner: Learner) -> Predictor:
+        assert isinstance(learner, Student)
+        return Single([learner.network.spec], parcels.class_names, [learner.network])
+
+    def pool(self, teachers: Teachers, proxy: Dataset | None) -> Pool:
+        return Pool(teachers.specs[0], len(teachers), teachers.device)
+
+    def grow(self, pool: Pool, teachers: Teachers, learner: Learner, seed: int, epoch: int) -> dict[str, float]:
+        """More images for the pool, before the epoch that follows ``epoch`` finished ones; what to note about them."""
+        return {}
+
+    def reweigh(self, pool: Pool, epoch: int) -> None:
+        """Move the ensemble's weights."""
+
+    def inputs(
+        self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """What the learner sees of some images of the pool, and the clients' logits [K, n, C] on it; ``logits`` are
+        those on the images."""
+        return as_unit(images), logits
+
+    def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
+        temperature = self.settings.temperature
+        return temperature**2 * kd(learner.scores(x, logits), mix(weights, logits), temperature).mean()
+
+    def fuse(
+        self,
+        parcels: Inbox,
+        *,
+        proxy: Dataset | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        work: Path | None = None,
+    ) -> Predictor:
+        s = self.settings
+        teachers = Teachers(parcels, device, s.resident, max(s.batch, getattr(s, "images", 0)), s.precision)
+        pool = self.pool(teachers, proxy)
+        learner = self.learner(parcels, seed).to(device)
+        optimizer = self._optimizer(learner)
+        identity = digest(
+            [
+                self.name,
+                s.model_dump(mode="json"),
+                seed,
+                [m.digest for m in parcels.manifests],
+                None if proxy is None else proxy.digest,
+            ]
+        )
+        state = TrainingState(work / f"{self.name}.ckpt" if work else None, identity, learner, optimizer, pool)
+        state.restore()
+        clock, self.lesson = Clock(self.name, state.epoch, s.epochs), None
+        with state:  # whatever ends the loop early, the state after the last whole epoch is saved
+            while state.epoch < s.epochs:
+                epoch = state.epoch
+                made = self.grow(pool, teachers, learner.eval(), seed, epoch)
+                self.reweigh(pool, epoch)
+                loss = self._learn(learner.train(), optimizer, pool, teachers, seed, epoch)
+                if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in learner.parameters()):
+                    raise Diverged(
+                        f"{self.name} diverged in server epoch {epoch + 1}; lower fusion.lr, or set fusion.clip=1"
+                    )
+                state.advance({"epoch": epoch + 1, "images": len(pool), **made, "distillation_loss": loss}, None)
+                clock.tick(state, loss)
+        if clock.saved or time.perf_counter() - clock.started > SAVE_SECONDS:
+            state.save()  # what follows may be interrupted too, and long work is not done twice
+        self.lesson = None
+        self._describe(teachers, pool, state.rows)
+        return self.predictor(parcels, learner.eval().cpu())
+
+    def _optimizer(self, learner: Learner) -> torch.optim.Optimizer:
+        s, device = self.settings, next(learner.parameters()).device
+        on_gpu = device.type == "cuda"
+        rate = torch.tensor(s.lr, device=device) if on_gpu else s.lr
+        if s.optimizer == "adam":
+            return torch.optim.Adam(
+                learner.parameters(), lr=rate, weight_decay=s.weight_decay, fused=on_gpu or None, capturable=on_gpu
+            )
+        return torch.optim.SGD(
+            learner.parameters(), lr=rate, momentum=s.momentum, weight_decay=s.weight_decay, fused=on_gpu or None
+        )
+
+    def _learn(
+        self, learner: Learner, optimizer: torch.optim.Optimizer, pool: Pool, teachers: Teachers, seed: int, epoch: int
+    ) -> float:
+        """The learner's passes over the pool in one epoch; the mean loss."""
+        s, device = self.settings, teachers.device
+        factor = 0.5 * (1 + math.cos(math.pi * epoch / s.epochs)) if s.schedule == "cosine" else 1.0
+        for group in optimizer.param_groups:
+            set_learning_rate(group, s.lr * factor)
+        if self.lesson is None or self.lesson.learner is not learner:
+            self.lesson = Lesson(self, learner, optimizer, pool.weights, teachers)
+        order = generator(seed, "server", "order", epoch)
+        rows = (rows for _ in range(s.passes) for rows in batches(len(pool), s.batch, order, device))
+        return self.lesson.over(pool, rows, seed_of(seed, "server", "inputs", epoch))
+
+    def _describe(self, teachers: Teachers, pool: Pool, rows: list[dict[str, Any]]) -> None:
+        """The report's sections: the epochs in a short table, and the images if they were made here."""
+        self.sections.clear()
+        columns = list(rows[-1])
+        every = max(1, -(-len(rows) // TABLE_ROWS))
+        shown = [row for row in rows if row["epoch"] % every == 0 or row is rows[-1]]
+        text = (
+            f"{len(teachers)} teachers,"
+            f" {'all on the device at once' if teachers.together else 'on the device one at a time'}; their weights and"
+            f" activations take about {teachers.peak / 2**20:.0f} MiB there. The learner of the last epoch is the"
+            " answer."
+        )
+        if self.synthetic:
+            without = [i for i, normed in enumerate(teachers.normed) if not normed]
+            if without:
+                who = (
+                    "no client has"
+                    if len(without) == len(teachers)
+                    else f"{len(without)} of {len(teachers)} clients have no"
+                )
+                text += (
+                    f" L_BN leaves them out: {who} BatchNorm layers."
+                    if len(without) < len(teachers)
+                    else f" L_BN is skipped: {who} BatchNorm layers."
+                )
+            self.sections.append(
+                {
+                    "title": "Synthetic images",
+                    "text": about_images(len(pool), rows[-1], getattr(self.settings, "bn", 0.0)),
+                    "svg": picture_grid(pool.images[-64:]),
+                }
+            )
+        cells = [[row[c] if isinstance(row[c], int) else round(row[c], 4) for c in columns] for row in shown]
+        self.sections.append(
+            {"title": f"Server work of {self.name}", "text": text, "table": {"columns": columns, "rows": cells}}
+        )
+
+    synthetic: ClassVar[bool] = False
+
+
+def about_images(count: int, row: dict[str, Any], bn: float) -> str:
+    """What the report says of the images: whether the ensemble sees in them what they were made to show, and what to do
+    where L_BN is why it does not."""
+    text = (
+        f"The last of {count} images made from the clients' models alone. The ensemble takes {row['recognised']:.0%} of"
+        " the last epoch's for the class they were made to show."
+    )
+    if row["recognised"] < FEW and (weighed := bn * row.get("bn_distance", 0.0)) > MUCH:
+        text += (
+            f" That is few: L_BN weighs {weighed:.0f} and drowns the class term; a smaller fusion.bn, or"
+            " fusion.bn_form=relative, lets the classes speak."
+        )
+    return text
+
+
+class Lesson:
+    """The learner's step on some images of the pool; on a GPU one recorded step serves all epochs."""
+
+    def __init__(
+        self,
+        rule: Distillation,
+        learner: Learner,
+        optimizer: torch.optim.Optimizer,
+        weights: Tensor,
+        teachers: Teachers,
+    ) -> None:
+        self.rule, self.learner, self.optimizer, self.weights, self.teachers = (
+            rule,
+            learner,
+            optimizer,
+            weights,
+            teachers,
+        )
+        self.rng = torch.Generator(device=teachers.device)
+        self.total = torch.zeros((), device=teachers.device)
+        self.captured = Captured((self.rng,)) if teachers.device.type == "cuda" and teachers.together else None
+
+    def over(self, pool: Pool, order: Iterator[Tensor], seed: int) -> float:
+        """One epoch; the mean loss."""
+        self.rng.manual_seed(seed)
+        self.total.zero_()
+        steps = 0
+        with one_shape():
+            for rows in order:
+                batch = pool.images[rows], pool.logits[rows], pool.labels[rows]
+                self._step(*batch) if self.captured is None else self.captured(self._step, *batch)
+                steps += 1
+        return float(self.total) / steps
+
+    def _step(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
+        s = self.rule.settings
+        x, answers = self.rule.inputs(images, logits.transpose(0, 1), self.weights, self.teachers, self.rng)
+        with autocast(s.precision, self.teachers.device):
+            loss = self.rule.loss(self.learner, x, answers, self.weights, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if s.clip is not None:
+            nn.utils.clip_grad_norm_(self.learner.parameters(), s.clip)
+        self.optimizer.step()
+        self.total.add_(loss.detach())
+
+
+def batches(count: int, batch: int, rng: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+    """Rows in random order in batches of one shape: the last one is filled up with the first rows."""
+    batch = min(batch, count)
+    steps = -(-count // batch)
+    order = torch.randperm(count, generator=rng)
+    yield from order[torch.arange(steps * batch) % count].view(steps, batch).to(device).unbind(0)
+
+
+class Clock:
+    """Progress lines on stderr and checkpoints, both only as often as long work asks for."""
+
+    def __init__(self, name: str, first: int, epochs: int) -> None:
+        self.name, self.first, self.epochs = name, first, epochs
+        self.started = self.spoken = self.written = time.perf_counter()
+        self.patience, self.saved = SAVE_SECONDS, False
+
+    def tick(self, state: TrainingState, loss: float) -> None:
+        now = time.perf_counter()
+        if now - self.written > self.patience:
+            state.save()
+            self.saved, self.written = True, time.perf_counter()
+            self.patience = max(SAVE_SECONDS, SAVE_SHARE * (self.written - now))
+        if now - self.spoken > SPEAK_SECONDS and state.epoch < self.epochs:
+            left = (now - self.started) / (state.epoch - self.first) * (self.epochs - state.epoch)
+            print(
+                f"{self.name}: epoch {state.epoch} of {self.epochs}, loss {loss:.4f}, about {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.spoken = now

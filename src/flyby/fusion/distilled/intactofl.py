@@ -1,0 +1,115 @@
+"""IntactOFL [Zeng et al., ACM MM 2024]: the clients' models stay whole as experts, and only a linear gate on the pixels
+is trained.
+
+h = x W^T + b; g = softmax of h over its k largest entries, 0 elsewhere; scores = sum_k g_k(x) f_k(x). The gate learns
+on DENSE-style images by CE(scores, y) + .01 std_k(mean_x g_k(x)) + KL at T = 4 to the plain ensemble, on inputs moved
+as in Co-Boosting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from flyby.fusion.base import FusionSettings, Inbox
+from flyby.fusion.distilled.coboosting import PushSettings, pushed
+from flyby.fusion.distilled.dense import Dense, DenseSettings
+from flyby.fusion.distilled.distill import Learner, kd
+from flyby.fusion.distilled.synthesis import Teachers, mix, normalise
+from flyby.fusion.predictor import Predictor
+from flyby.models import ModelSpec, Network
+from flyby.models.heads import uniform_fan_in
+from flyby.rng import generator
+
+
+class IntactOFLSettings(DenseSettings, PushSettings):
+    student: Literal[None] = Field(None, description="there is none: the experts stay")
+    lr: float = Field(0.01, gt=0)
+    temperature: float = Field(4.0, gt=0)
+    top: int | None = Field(None, ge=1, description="experts that answer for an image; all where not given")
+    balance: float = Field(0.01, ge=0, description="weight of the gate weights' spread over the experts")
+    kd: float = Field(1.0, ge=0, description="weight of the distillation term")
+
+
+def gate_weights(h: Tensor, top: int) -> Tensor:
+    """The softmax of each row's ``top`` largest entries, at their places; 0 elsewhere."""
+    values, places = h.topk(top, dim=1)
+    return torch.zeros_like(h).scatter(1, places, values.softmax(1))
+
+
+class Gate(Learner):
+    """The gate alone is trained; the experts' logits come from outside."""
+
+    def __init__(self, spec: ModelSpec, clients: int, top: int, rng: torch.Generator) -> None:
+        super().__init__()
+        self.spec, self.top = spec, top
+        self.linear = nn.utils.skip_init(nn.Linear, spec.channels * spec.size[0] * spec.size[1], clients)  # type: ignore[no-untyped-call]
+        uniform_fan_in(self.linear, rng)
+
+    def weights(self, x: Tensor) -> Tensor:
+        return gate_weights(self.linear(normalise(x, self.spec).flatten(1)).float(), self.top)
+
+    def scores(self, x: Tensor, logits: Tensor) -> Tensor:
+        return mix(self.weights(x), logits)
+
+
+class GatedPredictor(Predictor):
+    """All networks kept, mixed image by image: sum_k g_k(x) f_k(x)."""
+
+    kind = "gated"
+
+    def __init__(
+        self,
+        specs: Sequence[ModelSpec],
+        class_names: Sequence[str],
+        networks: Sequence[Network] | None = None,
+        *,
+        top: int = 1,
+    ) -> None:
+        super().__init__(specs, class_names, networks, top=top)
+        self.gate = nn.utils.skip_init(nn.Linear, self.channels * self.size[0] * self.size[1], len(self.specs))  # type: ignore[no-untyped-call]
+        self.top = top
+
+    def forward(self, images: Tensor) -> Tensor:
+        weights = gate_weights(self.gate(self.specs[0].prepare(images).flatten(1)).float(), self.top)
+        return mix(weights, torch.stack([net(x).float() for net, x in self.members(images)]))
+
+
+class IntactOFL(Dense):
+    """A gate over whole client models, trained without data."""
+
+    name = "intactofl"
+    paper = "IntactOFL: Zeng et al., ACM MM 2024"
+    about = "all client models kept as experts under a gate trained on synthetic images"
+    settings_type: ClassVar[type[FusionSettings]] = IntactOFLSettings
+    settings: IntactOFLSettings
+
+    def learner(self, parcels: Inbox, seed: int) -> Learner:
+        clients = len(parcels)
+        top = min(self.settings.top or clients, clients)
+        return Gate(parcels.manifests[0].spec, clients, top, generator(seed, "server", "gate"))
+
+    def predictor(self, parcels: Inbox, learner: Learner) -> Predictor:
+        assert isinstance(learner, Gate)
+        networks = [item.network() for item in parcels]
+        made = GatedPredictor([m.spec for m in parcels.manifests], parcels.class_names, networks, top=learner.top)
+        made.gate.load_state_dict(learner.linear.state_dict())
+        return made
+
+    def inputs(
+        self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        return pushed(images, weights, teachers, rng, self.settings)
+
+    def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
+        assert isinstance(learner, Gate)
+        gates = learner.weights(x)
+        scores = mix(gates, logits)
+        spread = gates.mean(0).std(correction=0) if len(logits) > 1 else 0.0
+        apart = kd(scores, mix(weights, logits), self.settings.temperature).mean()
+        return F.cross_entropy(scores, labels) + self.settings.balance * spread + self.settings.kd * apart

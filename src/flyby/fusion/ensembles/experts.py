@@ -1,0 +1,217 @@
+"""Experts, flyby's own server rule: whoever has seen a class speaks for it.
+
+score_c(x) = sum_k v_kc a_kc(x), with v_kc = n_kc / sum_k n_kc the share of class c that client k holds and a_kc(x) what
+client k says about c. No weight and no prototype is averaged across feature spaces, so architectures and heads may
+differ.
+
+An expert must also know what it does not know: a client with one class finds that class everywhere.
+``experts-calibrated`` uses a_kc(x) = r_kc clip((cos_kc(x) - m-_kc) / (m+_kc - m-_kc), 0, 1.2), with the client's own
+mean cosine on images of the class (m+) and on scraps (m-). r_kc = sqrt(d' / (1 + d')), d' = (m+ - m-) / s-, is how well
+the class stands out from scraps whose cosines spread by s-: an expert that finds its class everywhere whispers. The
+shares are v_kc ~ sqrt(n_kc), between a vote by size and one voice each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from flyby.data.dataset import Dataset
+from flyby.errors import BadInput, unknown
+from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.predictor import Predictor
+from flyby.models import ModelSpec, Network
+from flyby.models.heads import directions
+from flyby.models.shelf import Shelf
+
+LEAST_GAP = WHISPER = 1e-3
+Form = Literal["cosine", "softmax", "gate", "calibrated"]
+
+
+class ExpertsPredictor(Predictor):
+    """All networks kept. ``votes`` [K, C] are the shares v; ``calibration`` [K, R, C] each client's own statistics."""
+
+    kind = "experts"
+    streams = True
+
+    def __init__(
+        self,
+        specs: Sequence[ModelSpec],
+        class_names: Sequence[str],
+        networks: Sequence[Network] | Shelf | None = None,
+        *,
+        form: str = "cosine",
+        sharpness: float = 16.0,
+        votes: Tensor | None = None,
+        calibration: Tensor | None = None,
+    ) -> None:
+        if form not in get_args(Form):
+            raise unknown("form of experts", form, get_args(Form))
+        super().__init__(specs, class_names, networks, form=form, sharpness=sharpness)
+        self.form, self.sharpness = form, sharpness
+        shape = (len(self.specs), len(self.class_names))
+        self.register_buffer("votes", torch.zeros(shape) if votes is None else votes)
+        self.register_buffer("calibration", torch.zeros(shape[0], 3, shape[1]) if calibration is None else calibration)
+
+    votes: Tensor
+    calibration: Tensor
+
+    def voice(self, network: Network, x: Tensor) -> Tensor:
+        """cos(f_k(x), direction of class c at client k): [N, C]."""
+        return F.normalize(network.features(x).float(), dim=1) @ F.normalize(directions(network).float(), dim=1).T
+
+    def combine(self, voices: Tensor) -> Tensor:
+        cosine = voices
+        held = (self.votes > 0)[:, None]
+        if self.form == "cosine":
+            said = cosine
+        elif self.form == "softmax":
+            # Not -inf: a client that holds nothing (noisy counts can say so) has no vote, and must not be NaN either.
+            said = (self.sharpness * cosine).masked_fill(~held, torch.finfo(cosine.dtype).min).softmax(2)
+        elif self.form == "gate":
+            best = cosine.masked_fill(~held, -1.0).amax(2)
+            said = cosine * (self.sharpness * best).softmax(0)[:, :, None] * len(cosine)
+        else:
+            said = (
+                calibrated(cosine, self.calibration) + WHISPER * cosine
+            )  # where every expert is silent the cosines decide, not class 0
+        scores = torch.einsum("kc,knc->nc", self.votes, said)
+        return scores.masked_fill(
+            self.votes.sum(0) == 0, -float(len(cosine))
+        )  # a class nobody speaks for comes after all others
+
+    def chances(self, scores: Tensor) -> Tensor:
+        """Each class's share of all that was said."""
+        said = scores.clamp_min(0)
+        return said / said.sum(1, keepdim=True).clamp_min(1e-12)
+
+
+def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
+    """r clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 3, C] = (m+, m-, s-); 0 where own images do not score
+    above scraps."""
+    own, scrap, spread = table[:, None, 0], table[:, None, 1], table[:, None, 2]
+    gap = (own - scrap).clamp_min(LEAST_GAP)
+    stands_out = gap / spread.clamp_min(LEAST_GAP)
+    said = (stands_out / (1 + stands_out)).sqrt() * ((cosine - scrap) / gap).clamp(0, 1.2)
+    return torch.where(own - scrap < LEAST_GAP, 0.0, said)
+
+
+class ExpertsSettings(FusionSettings):
+    sharpness: float = Field(16.0, gt=0, description="inverse temperature of the softmax and gate forms")
+    power: float | None = Field(
+        None, ge=0, description="v_kc ~ n_kc ** power; default 1, and .5 for experts-calibrated"
+    )
+    cap_counts: float | None = Field(
+        None, gt=0, description="no client's counts add up to more than this many times the median client's"
+    )
+    validated: bool = Field(
+        False, description="weigh each client's voice for a class by its F1 there on labelled --proxy images"
+    )
+
+
+class Experts(Fusion):
+    name = "experts"
+    paper = "flyby"
+    about = "whoever has seen a class speaks for it, by the cosine to its prototype"
+    needs = frozenset({"weights", "class_counts", "prototypes"})
+    heterogeneous = True
+    form: Form = "cosine"
+    power = 1.0
+    settings_type = ExpertsSettings
+    settings: ExpertsSettings
+
+    def fuse(
+        self,
+        parcels: Inbox,
+        *,
+        proxy: Dataset | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        work: Path | None = None,
+    ) -> Predictor:
+        networks, tables = parcels.networks(), []
+        if "calibration" in self.needs:
+            shape = (3, len(parcels.class_names))
+            for item in parcels:
+                table = item.extras.get("calibration")
+                if table is None or table.shape != shape:
+                    sent = "none" if table is None else str(list(table.shape))
+                    raise BadInput(
+                        f"{self.name} needs calibration scalars {list(shape)} and {item.manifest.sender} sent {sent};"
+                        " use --fusion experts"
+                    )
+                tables.append(table.float())
+        counts = (
+            parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
+        )
+        trust = self._validated(networks, proxy) if self.settings.validated else None
+        votes = expert_votes(counts, self.power if self.settings.power is None else self.settings.power, trust)
+        return ExpertsPredictor(
+            [m.spec for m in parcels.manifests],
+            parcels.class_names,
+            networks,
+            form=self.form,
+            sharpness=self.settings.sharpness,
+            votes=votes.float(),
+            calibration=torch.stack(tables) if tables else None,
+        )
+
+    def _validated(self, networks: Iterable[Network], proxy: Dataset | None) -> Tensor:
+        if proxy is None or len(proxy) == 0:
+            raise BadInput(
+                "fusion.validated needs images with labels that can be believed; give them with --proxy PATH"
+            )
+        images, labels = proxy.tensors()
+        return torch.stack([f1_scores(network, images, labels) for network in networks])
+
+
+def expert_votes(counts: Tensor, power: float, trust: Tensor | None = None) -> Tensor:
+    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c; all 0 for a class nobody holds: nobody speaks
+    for it. ``trust`` [K, C] is one more factor of every voice."""
+    voices = torch.where(counts > 0, counts**power, 0.0)  # 0^0 is 1, but who holds nothing has no voice
+    voices = voices if trust is None else voices * trust.to(voices)
+    return voices / voices.sum(0, keepdim=True).clamp_min(torch.finfo(voices.dtype).tiny)
+
+
+def capped(counts: Tensor, most: float) -> Tensor:
+    """Counts [K, C] with every row scaled down to ``most`` times the median client's total at the most: while liars are
+    fewer than half, that median is one that an honest client might have."""
+    totals = counts.sum(1)
+    return counts * (most * totals.quantile(0.5) / totals.clamp_min(1e-12)).clamp(max=1)[:, None]
+
+
+@torch.no_grad()
+def f1_scores(network: Network, images: Tensor, labels: Tensor) -> Tensor:
+    """F1 of every class on labelled images: who never names a class, or names it everywhere, scores little. 1 for a
+    class without images."""
+    classes = network.spec.classes
+    answers = torch.cat([network(network.spec.prepare(piece)).argmax(1) for piece in torch.split(images, 512)])
+    right = torch.bincount(labels[answers == labels], minlength=classes)
+    named, there = torch.bincount(answers, minlength=classes), torch.bincount(labels, minlength=classes)
+    return torch.where(there > 0, 2 * right / (named + there).clamp_min(1), 1.0)
+
+
+class ExpertsSoftmax(Experts):
+    name = "experts-softmax"
+    about = "experts on the softmax of their cosines over the classes they hold"
+    form: Form = "softmax"
+
+
+class ExpertsGate(Experts):
+    name = "experts-gate"
+    about = "experts weighed by how close their best class is"
+    form: Form = "gate"
+
+
+class ExpertsCalibrated(Experts):
+    name = "experts-calibrated"
+    about = "experts that know what they do not know: cosines calibrated at each site"
+    needs = frozenset({"weights", "class_counts", "prototypes", "calibration"})
+    form: Form = "calibrated"
+    power = 0.5

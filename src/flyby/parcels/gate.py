@@ -1,0 +1,494 @@
+"""Who is let in. One ordered pipeline stands between a stranger's file and any fusion: cheap checks first, nothing of
+the file is ever run.
+
+Each parcel alone, as it arrives (:meth:`Gate.check`):
+
+1. ``size``: the file, and the number and sum of all admitted so far, within the policy's limits;
+2. ``header``: lengths, schema, manifest;
+3. ``signature``: a bad one is refused always; a sender of the trust file must have signed with its own key;
+4. ``replay``: one parcel a sender, now and in the ledger of earlier fusions;
+5. ``content``: hashes, shapes, finite numbers (``flyby.parcels.parcel.read``);
+6. ``norm``: the root mean square of every tensor within an absolute bound.
+
+All together, once (:meth:`Gate.settle`): ``fit`` (the same classes and images as most), ``copy`` (the same tensors
+under another name), ``norm`` again, against the median of the others, ``answers`` (finite logits within range) and,
+where there are labelled images, ``accuracy``. What disagrees is only remarked on: honest sites with different classes
+agree with nobody, so no threshold would be safe (docs/signing.md has the numbers).
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flyby import files
+from flyby.data.site import Part
+from flyby.errors import BadInput
+from flyby.models.spec import ModelSpec
+from flyby.parcels import container, parcel, plausible, signing
+from flyby.parcels.ledger import Ledger
+from flyby.parcels.parcel import Manifest, Parcel
+from flyby.parcels.plausible import Policy
+from flyby.settings import build
+
+__all__ = ["Admitted", "Gate", "Policy", "Refusal", "Refused", "open_gate", "remember"]
+
+
+class Refused(BadInput):
+    """A parcel was not let in; ``stage`` says at which check."""
+
+    def __init__(self, message: str, stage: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One parcel that was not let in, for people and for ``--json``."""
+
+    name: str
+    sender: str | None
+    stage: str
+    reason: str
+    source: Path | Parcel = field(repr=False)
+
+    @property
+    def path(self) -> Path | None:
+        return self.source if isinstance(self.source, Path) else None
+
+    @property
+    def line(self) -> str:
+        return f"refused {self.name}: {self.reason}"
+
+    def row(self) -> dict[str, Any]:
+        return {"file": self.name, "sender": self.sender, "stage": self.stage, "reason": self.reason}
+
+
+@dataclass(frozen=True, eq=False)
+class Admitted:
+    """A parcel that passed alone: where it is and what is known of it, without its tensors. ``signer`` is a
+    fingerprint."""
+
+    source: Path | Parcel
+    manifest: Manifest
+    bytes: int
+    digest: str
+    signer: str | None
+    norms: plausible.Norms = field(repr=False)
+
+    @property
+    def label(self) -> str:
+        return _label(self.source)
+
+
+class Gate:
+    """The pipeline and what it has seen. ``standing`` is a ledger kept across fusions: whoever is in it has crossed
+    already. ``earlier`` is the ledger of an older model that will be replaced: its very files may be fused again,
+    another file of the same sender may not."""
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        receiver: str = "server",
+        trust: signing.Trust | None = None,
+        standing: Ledger | None = None,
+        earlier: Ledger | None = None,
+        quarantine: Path | None = None,
+    ) -> None:
+        self.policy, self.receiver, self.trust, self.standing, self.quarantine = (
+            policy or Policy(),
+            receiver,
+            trust,
+            standing,
+            quarantine,
+        )
+        if self.policy.require_signed and trust is None:
+            raise BadInput(
+                "--require-signed needs --trust FILE, which says whose key is whose; make one with: flyby keys trust"
+            )
+        self.ledger = Ledger()
+        self.notes: list[str] = []
+        self._earlier = {c.sender: c.digest for c in earlier.crossings} if earlier is not None else {}
+        self._waiting: dict[str, Admitted] = {}
+        self._refused: dict[str, Refusal] = {}
+
+    @property
+    def waiting(self) -> list[Admitted]:
+        """Those that passed alone, in the order they came."""
+        return list(self._waiting.values())
+
+    @property
+    def refused(self) -> list[Refusal]:
+        return list(self._refused.values())
+
+    # -- one at a time
+
+    def check(self, source: Path | Parcel) -> Parcel:
+        """The parcel, if it may come in by itself; else :class:`Refused`. A path that is checked again is judged anew."""
+        self.forget(source)
+        manifest = source.manifest if isinstance(source, Parcel) else None
+        try:
+            with _stage("size"):
+                size = self._room(source)
+            with _stage("header"):
+                text, block, manifest = _head(source)
+            label, sender = _label(source), manifest.sender
+            with _stage("signature"):
+                public = signing.signer_of(text, block, label)
+                self._believe(sender, public, label)
+            with _stage("replay"):
+                digest = source.digest if isinstance(source, Parcel) else files.file_digest(source)
+                self._once(sender, digest, label)
+            with _stage("content"):
+                item = _content(source, text, block, self.policy.max_bytes)
+            with _stage("norm"):
+                norms = plausible.norms(item, label, self.policy)
+        except Refused as error:
+            self._refuse(source, manifest, error)
+            raise
+        signer = None if public is None else signing.fingerprint(public)
+        self._waiting[_key(source)] = Admitted(source, manifest, size, digest, signer, norms)
+        return item
+
+    def try_check(self, source: Path | Parcel) -> Parcel | None:
+        """As :meth:`check`; a refused one is None and stands in ``refused``."""
+        try:
+            return self.check(source)
+        except Refused:
+            return None
+
+    def forget(self, source: Path | Parcel) -> None:
+        """As if this file had never come: it is gone, or will be checked anew."""
+        self._waiting.pop(_key(source), None)
+        self._refused.pop(_key(source), None)
+
+    def _room(self, source: Path | Parcel) -> int:
+        label, policy = _label(source), self.policy
+        if isinstance(source, Path):
+            with container.opened(source) as (_, size):
+                pass
+        else:
+            size = source.size
+        if size > policy.max_bytes:
+            raise BadInput(
+                f"{label} has {size} bytes, more than the {policy.max_bytes} allowed; raise --max-bytes if you trust"
+                " its sender"
+            )
+        if len(self._waiting) >= policy.max_parcels:
+            raise BadInput(
+                f"{label} is one more than the {policy.max_parcels} parcels that are taken; raise --max-parcels, or use"
+                " what is there"
+            )
+        if sum(one.bytes for one in self._waiting.values()) + size > policy.max_total:
+            raise BadInput(
+                f"with {label} the parcels would have more than {policy.max_total} bytes together; raise --max-total,"
+                " or use what is there"
+            )
+        return size
+
+    def _believe(self, sender: str, public: bytes | None, label: str) -> None:
+        known = self.trust is not None and sender in self.trust.senders
+        if public is None:
+            if known:
+                raise BadInput(
+                    f"{label} is not signed, and {sender} signs: the trust file has its key; ask {sender} for the"
+                    " signed parcel"
+                )
+            if self.policy.require_signed:
+                raise BadInput(
+                    f"{label} is not signed; {sender} can sign it with: flyby sign, or leave out --require-signed"
+                )
+        elif self.trust is not None and (owner := self.trust.owner_of(public)) != sender:
+            name = signing.fingerprint(public)
+            if owner is not None:
+                raise BadInput(
+                    f"{label} says that it comes from {sender} and is signed with the key of {owner} ({name}); ask both"
+                )
+            if known:
+                raise BadInput(
+                    f"{label} is signed with {name}, which is not the key that {sender} is trusted with; ask {sender}"
+                    " about it"
+                )
+            if self.policy.require_signed:
+                raise BadInput(
+                    f"{label} is signed with {name}, but the trust file does not have {sender}; compare keys, then:"
+                    " flyby keys trust"
+                )
+
+    def _once(self, sender: str, digest: str, label: str) -> None:
+        if sender == self.receiver:
+            raise BadInput(f"{label} says that it comes from {sender}, which is this receiver's own name; leave it out")
+        if any(one.manifest.sender == sender for one in self._waiting.values()):
+            raise BadInput(
+                f"{label} is refused because two parcels come from {sender!r}; each participant sends exactly one"
+            )
+        if self.standing is not None and any(sender == c.sender or digest == c.digest for c in self.standing.crossings):
+            raise BadInput(
+                f"{label} is a second crossing: {sender} is in the ledger of an earlier fusion; each model crosses"
+                " once, so leave it out"
+            )
+        if self._earlier.get(sender, digest) != digest:
+            raise BadInput(
+                f"{label} is not the parcel of {sender} that the older model here was made of; each model crosses once,"
+                " so name a new folder with --out"
+            )
+
+    # -- all together
+
+    def settle(
+        self,
+        validation: Part | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        like: Manifest | None = None,
+        rule: str | None = None,
+    ) -> list[Admitted]:
+        """Those that may be fused, in the order they came. ``validation`` are labelled images in the parcels' class
+        order; ``like`` is a manifest that all must fit (by default most decide); ``rule`` names a fusion that needs one
+        architecture. Fills the ledger and the quarantine.
+        """
+        self._fit(like, rule)
+        self._copies()
+        self._against_median()
+        shares = {key: self._answers(key, one, validation, device) for key, one in list(self._waiting.items())}
+        self._remark({key: share for key, share in shares.items() if share is not None})
+        for one in self._waiting.values():
+            self.ledger.record(one.manifest.sender, self.receiver, one.bytes, one.digest)
+        self.isolate()
+        return self.waiting
+
+    def typical(self) -> Manifest:
+        """The manifest of the first whose classes and images are those of most."""
+        most = Counter(_form(one.manifest) for one in self._waiting.values()).most_common(1)[0][0]
+        return next(one.manifest for one in self._waiting.values() if _form(one.manifest) == most)
+
+    def unchanged(self) -> None:
+        """Refuses what was changed on disk since it was checked: to be asked after a fusion has read it, before
+        anything is kept."""
+        for one in self._waiting.values():
+            if isinstance(one.source, Path) and (
+                not one.source.is_file() or files.file_digest(one.source) != one.digest
+            ):
+                raise Refused(
+                    f"{one.label} was changed or taken away while it was used; nothing was written, so give the same"
+                    " command again",
+                    "content",
+                )
+
+    def _drop(self, key: str, stage: str, reason: str) -> None:
+        one = self._waiting.pop(key)
+        self._refuse(one.source, one.manifest, Refused(reason, stage))
+
+    def _fit(self, like: Manifest | None, rule: str | None) -> None:
+        if not self._waiting:
+            return
+        first = like or self.typical()
+        for key, one in list(self._waiting.items()):
+            m = one.manifest
+            if m.class_names != first.class_names:
+                self._drop(
+                    key,
+                    "fit",
+                    f"{m.sender} and {first.sender} name different classes; parcels can only be used over the same"
+                    " classes",
+                )
+            elif _form(m) != _form(first):
+                sizes = [f"{spec.size[0]}x{spec.size[1]}x{spec.channels}" for spec in (m.spec, first.spec)]
+                self._drop(
+                    key, "fit", f"{m.sender} takes {sizes[0]} images, {first.sender} {sizes[1]}; they cannot be fused"
+                )
+        if rule is not None and self._waiting:
+            spec = Counter(one.manifest.spec for one in self._waiting.values()).most_common(1)[0][0]
+            other = next(one.manifest.sender for one in self._waiting.values() if one.manifest.spec == spec)
+            for key, one in list(self._waiting.items()):
+                m = one.manifest
+                if m.spec != spec:
+                    sent = f"{m.sender} sent {m.spec.name} and {other} {spec.name} (or other widths or head)"
+                    self._drop(key, "fit", f"{rule} needs one architecture, but {sent}; use ensemble")
+
+    def _copies(self) -> None:
+        seen: dict[tuple[str, ...], str] = {}
+        for key, one in sorted(
+            self._waiting.items(), key=lambda pair: pair[1].signer is None
+        ):  # of two, a signed one is the original
+            content = tuple(sorted(info.sha256 for info in one.manifest.tensors.values()))
+            if content in seen:
+                self._drop(
+                    key,
+                    "copy",
+                    f"{one.label}: every tensor of {one.manifest.sender} is that of {seen[content]}; a copy under"
+                    " another name counts once",
+                )
+            else:
+                seen[content] = one.manifest.sender
+
+    def _against_median(self) -> None:
+        groups: dict[ModelSpec, dict[str, plausible.Norms]] = {}
+        for key, one in self._waiting.items():
+            groups.setdefault(one.manifest.spec, {})[key] = one.norms
+        for group in groups.values():
+            for key, reason in plausible.outliers(group, self.policy).items():
+                self._drop(
+                    key, "norm", f"{self._waiting[key].label}: {reason}; train it again with the settings that all use"
+                )
+
+    def _answers(self, key: str, one: Admitted, validation: Part | None, device: torch.device | str) -> float | None:
+        """Has a network answer; the share of its answers that lie in classes it says it holds, None where that is not
+        to be known."""
+        stage, spec, counts = "answers", one.manifest.spec, one.manifest.counts
+        try:
+            item = (
+                one.source
+                if isinstance(one.source, Parcel)
+                else parcel.read(one.source, max_bytes=self.policy.max_bytes)
+            )
+            answers = plausible.answers(item, None if validation is None else validation.images, device, self.policy)
+            if validation is not None:
+                stage, labels = "accuracy", validation.labels.cpu()
+                judged = plausible.judge(answers == labels, labels, counts, spec.classes, lenient=True)
+                if not judged.passes:
+                    raise BadInput(judged.reason)
+        except Exception as error:  # whatever a stranger's model does, it is the stranger's fault
+            reason = (
+                str(error)
+                if isinstance(error, BadInput)
+                else f"it crashes on a batch of images ({type(error).__name__})"
+            )
+            self._drop(key, stage, f"{one.label}: {reason}")
+            return None
+        return None if counts is None else float((torch.tensor(counts) > 0)[answers].double().mean())
+
+    def _remark(self, shares: dict[str, float]) -> None:
+        names = [one.manifest.sender for one in self._waiting.values() if one.signer is None]
+        if names:
+            self.notes.append(
+                f"{len(names)} of {len(self._waiting)} parcels are not signed ({_some(names)}), so anybody may have"
+                " sent them; see docs/signing.md"
+            )
+        elif self._waiting and self.trust is None:
+            self.notes.append("the signatures are valid, but whose keys they are nobody says; give --trust FILE")
+        if len(shares) > plausible.OTHERS and statistics.median(shares.values()) > 0.9:
+            odd = [
+                self._waiting[key].manifest.sender
+                for key, share in shares.items()
+                if share < 0.5 and key in self._waiting
+            ]
+            if odd:
+                self.notes.append(
+                    f"{_some(odd)} mostly answer with classes that they say they do not hold, unlike the others; look"
+                    " at them"
+                )
+
+    # -- those that stay outside
+
+    def _refuse(self, source: Path | Parcel, manifest: Manifest | None, error: Refused) -> None:
+        name = container.printable(source.name) if isinstance(source, Path) else _label(source)
+        self._refused[_key(source)] = Refusal(
+            name, manifest.sender if manifest else None, error.stage, str(error), source
+        )
+
+    def isolate(self) -> None:
+        """Move refused files into the quarantine folder, each beside its reason."""
+        for one in self._refused.values() if self.quarantine is not None else ():
+            if one.path is None or not one.path.is_file():
+                continue
+            assert self.quarantine is not None
+            taken, number = self.quarantine / one.path.name, 1
+            while taken.exists():
+                number += 1
+                taken = self.quarantine / f"{one.path.stem}-{number}{one.path.suffix}"
+            files.write_json(taken.with_name(f"{taken.name}.reason.json"), one.row() | {"came_as": str(one.path)})
+            try:
+                shutil.move(one.path, taken)
+            except OSError as error:
+                raise files.unwritable(taken, error) from None
+
+
+def open_gate(
+    receiver: str,
+    out: Path,
+    *,
+    trust: Path | None = None,
+    require_signed: bool = False,
+    ledger: Path | None = None,
+    quarantine: Path | None = None,
+    **limits: int | None,
+) -> Gate:
+    """The gate that a command's options describe; a limit of None is the policy's own. ``out`` is the folder to be
+    written: an older model in it has a ledger of its own."""
+    policy = build(
+        Policy,
+        {"require_signed": require_signed, **{name: value for name, value in limits.items() if value is not None}},
+        "admission",
+    )
+    standing = None if ledger is None else Ledger.load(ledger) if ledger.exists() else Ledger()
+    earlier = Ledger.load(out / "ledger.json") if (out / "ledger.json").exists() else None
+    known = None if trust is None else signing.Trust.load(trust)
+    return Gate(policy, receiver=receiver, trust=known, standing=standing, earlier=earlier, quarantine=quarantine)
+
+
+def remember(gate: Gate, ledger: Path | None) -> None:
+    """Adds what was admitted to the ledger that is kept across fusions, where there is one."""
+    if ledger is None or gate.standing is None:
+        return
+    with files.sole_writer(ledger):  # read again under the lock: another fusion may have added to it meanwhile
+        standing = Ledger.load(ledger) if ledger.exists() else Ledger()
+        for crossing in gate.ledger.crossings:
+            standing.record(crossing.sender, crossing.receiver, crossing.bytes, crossing.digest)
+        standing.save(ledger)
+
+
+# -- reading, in steps
+
+
+@contextmanager
+def _stage(name: str) -> Iterator[None]:
+    try:
+        yield
+    except BadInput as error:
+        raise Refused(str(error), name) from error
+    except OSError as error:  # taken away under our hands, say
+        raise Refused(f"a parcel cannot be read: {error}", name) from error
+
+
+def _head(source: Path | Parcel) -> tuple[bytes, bytes, Manifest]:
+    """(manifest as text, signature block, manifest): what can be known before a tensor is read."""
+    if isinstance(source, Parcel):
+        return source.manifest.to_bytes(), source.signature, source.manifest
+    with container.opened(source) as (file, size):
+        start = container.read_start(file, size, str(source))
+    return start.manifest, start.signature, parcel.read_manifest(source)
+
+
+def _content(source: Path | Parcel, text: bytes, block: bytes, max_bytes: int) -> Parcel:
+    if isinstance(source, Parcel):  # through its bytes, so that what is in memory is held to its manifest as a file is
+        return parcel.from_bytes(parcel.to_bytes(source), name=_label(source), max_bytes=max_bytes)
+    item = parcel.read(source, max_bytes=max_bytes)
+    if item.manifest.to_bytes() != text or item.signature != block:
+        raise BadInput(f"{_label(source)} was changed while it was read; give the same command again")
+    return item
+
+
+def _form(manifest: Manifest) -> tuple[object, ...]:
+    return manifest.class_names, manifest.spec.size, manifest.spec.channels
+
+
+def _key(source: Path | Parcel) -> str:
+    return f"file {source.absolute()}" if isinstance(source, Path) else f"parcel {id(source)}"
+
+
+def _label(source: Path | Parcel) -> str:
+    return source.manifest.sender if isinstance(source, Parcel) else container.printable(str(source))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,414 @@
+"""The parcel: what a participant sends, exactly once. One file holds a small JSON manifest and a safetensors payload.
+
+The file's bytes are laid out and read in ``flyby.parcels.container``. Weights are stored as their codec says
+(``flyby.parcels.codecs``), extra tensors unchanged under ``extra::NAME``; tensors lie in the order of falling item
+size, then name. A reader believes nothing: the manifest is parsed under limits, the stored tensors must be those that
+the codec makes of the manifest's network, and every value must be finite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from torch import Tensor
+
+from flyby import files
+from flyby.errors import BadInput
+from flyby.models.networks import Network
+from flyby.models.spec import ModelSpec, Shapes
+from flyby.parcels import container
+from flyby.parcels.codecs import DTYPE_NAMES, MAX_DIMENSIONS, MAX_EXTENT, Entry, codec, parse_json
+from flyby.parcels.container import (
+    MAGIC,
+    MAX_BYTES,
+    Corrupt,
+    NotAParcel,
+    NotFinite,
+    ParcelError,
+    SchemaMismatch,
+    TooLarge,
+    Truncated,
+    WrongShape,
+)
+from flyby.parcels.ledger import Name
+
+__all__ = [
+    "Parcel",
+    "Manifest",
+    "TensorInfo",
+    "make",
+    "read",
+    "write",
+    "to_bytes",
+    "from_bytes",
+    "read_manifest",
+    "EXTRA",
+    "MAGIC",
+    "MAX_BYTES",
+    "ParcelError",
+    "NotAParcel",
+    "Truncated",
+    "SchemaMismatch",
+    "Corrupt",
+    "WrongShape",
+    "NotFinite",
+    "TooLarge",
+]
+
+EXTRA = "extra::"
+MAX_TENSORS = 1 << 14
+
+
+class TensorInfo(BaseModel):
+    """One stored tensor: its safetensors dtype, its shape and the SHA-256 of its bytes."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_EXTENT)], ...], Field(max_length=MAX_DIMENSIONS)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Label = Annotated[str, Field(pattern=r"^[^\p{Cc}]{1,256}$")]
+ExtraName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+
+
+class Manifest(BaseModel):
+    """What a parcel says about itself. ``meta`` holds small named facts that a fusion rule may need, scalars or lists
+    of them; ``provenance`` says how the model was trained. Neither holds times, hosts or paths: the same training gives
+    the same bytes. ``counts`` is None where they are not shared, and may be noisy or a plain held-or-not (1 or 0) where
+    a site prefers that."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    schema_version: Literal[1] = 1
+    sender: Name
+    method: Label
+    spec: ModelSpec
+    class_names: tuple[Label, ...]
+    samples: Count
+    counts: tuple[Count, ...] | None = None
+    counts_kind: Literal["exact", "noisy", "binary"] = "exact"
+    codec: Label = "fp32"
+    extras: tuple[ExtraName, ...] = ()
+    tensors: dict[str, TensorInfo]
+    meta: dict[str, JsonValue] = {}
+    provenance: dict[str, JsonValue] = {}
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if len(self.class_names) != self.spec.classes:
+            raise ValueError(f"{len(self.class_names)} class names for a model of {self.spec.classes} classes")
+        if self.counts is not None and len(self.counts) != self.spec.classes:
+            raise ValueError(f"{len(self.counts)} class counts for a model of {self.spec.classes} classes")
+        if self.counts is not None and self.counts_kind == "exact" and sum(self.counts) != self.samples:
+            raise ValueError(f"the class counts add up to {sum(self.counts)}, not to the {self.samples} samples")
+        if list(self.extras) != sorted(set(self.extras)):
+            raise ValueError("the names of the extras must be sorted and different")
+        for (
+            name,
+            fact,
+        ) in (
+            self.meta.items()
+        ):  # here and not in the type: pydantic would collect a complaint for each of many bad values
+            if any(isinstance(value, dict | list) for value in (fact if isinstance(fact, list) else [fact])):
+                raise ValueError(
+                    f"meta.{name} must be a scalar or a list of scalars; larger things belong in extras or provenance"
+                )
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: what the file holds, and what a signature is taken over. The spec's defaults are left out, so
+        that a setting that a later flyby adds to networks changes no byte of an older parcel."""
+        return files.canonical(
+            self.model_dump(mode="json") | {"spec": self.spec.model_dump(mode="json", exclude_defaults=True)}
+        )
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the manifest. It covers the hash of every tensor, so it names the whole content (not the
+        signature)."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A manifest and the decoded tensors: ``weights`` are the state dict of ``manifest.spec``'s network (float32 or
+    integers), ``extras`` whatever else the method shares. Tensors are not to be changed in place: :func:`to_bytes`
+    refuses what no longer fits the manifest.
+    """
+
+    manifest: Manifest
+    weights: dict[str, Tensor]
+    extras: dict[str, Tensor]
+    signature: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """How many bytes cross: the size of the file."""
+        head, entries = _head(self.manifest, self.signature)
+        return len(head) + max((entry.end for entry in entries.values()), default=0)
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    def network(self, device: torch.device | str = "cpu") -> Network:
+        """The sender's network, rebuilt from the spec (code never travels), in eval mode."""
+        network = self.manifest.spec.skeleton()
+        network.load_state_dict({name: value.clone() for name, value in self.weights.items()}, strict=True, assign=True)
+        return network.to(device).eval()
+
+
+def make(
+    *,
+    sender: str,
+    method: str,
+    spec: ModelSpec,
+    class_names: Iterable[str],
+    weights: Mapping[str, Tensor],
+    samples: int,
+    counts: Iterable[int] | None = None,
+    counts_kind: str = "exact",
+    extras: Mapping[str, Tensor] | None = None,
+    codec: str = "fp32",
+    meta: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> Parcel:
+    """A parcel from a trained network's state dict. Its weights are those a reader will get, after the codec, so that a
+    simulation sees what a real server would see. All tensors are copied."""
+    label = f"parcel of {sender!r}"
+    shapes = _shapes(label, spec)
+    own = {name: _own(tensor, as_weight=True) for name, tensor in weights.items()}
+    shared = {name: _own(extra) for name, extra in sorted((extras or {}).items())}
+    exact = {
+        name: (shape, torch.float32 if dtype.is_floating_point else dtype) for name, (shape, dtype) in shapes.items()
+    }
+    _check_same(label, exact, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()})
+    for name, tensor in [*own.items(), *shared.items()]:
+        container.check_finite(label, name, tensor)
+    stored = _encode(label, codec, own, shared)
+    try:
+        fields = {
+            "schema_version": container.SCHEMA,
+            "sender": sender,
+            "method": method,
+            "spec": spec.model_dump(mode="json"),
+            "class_names": list(class_names),
+            "samples": samples,
+            "counts": None if counts is None else list(counts),
+            "counts_kind": counts_kind,
+            "codec": codec,
+            "extras": list(shared),
+            "tensors": {name: _describe(label, name, tensor) for name, tensor in stored.items()},
+            "meta": dict(meta or {}),
+            "provenance": dict(provenance or {}),
+        }
+        manifest = _parse_manifest(label, files.canonical(fields), ours=True)
+    except Corrupt as error:
+        raise ParcelError(str(error)) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParcelError(f"{label}: its manifest may hold plain JSON values only ({error})") from None
+    return Parcel(manifest, _decode(label, codec, shapes, stored), shared)
+
+
+def to_bytes(parcel: Parcel) -> bytes:
+    """The file as bytes; the same parcel always gives the same bytes."""
+    return b"".join(_chunks(parcel))
+
+
+def write(parcel: Parcel, path: Path | str) -> int:
+    """Writes the file, whole or not at all, and returns its size in bytes."""
+    with files.atomic_open(path) as file:
+        return sum(file.write(chunk) for chunk in _chunks(parcel))
+
+
+def from_bytes(data: bytes, *, name: str = "parcel", max_bytes: int = MAX_BYTES) -> Parcel:
+    """A parcel from bytes that came by some other way than a file; ``name`` stands in error messages."""
+    return _read(io.BytesIO(data), len(data), name, max_bytes)
+
+
+def read(path: Path | str, *, max_bytes: int = MAX_BYTES) -> Parcel:
+    """Reads and checks a parcel: structure, hashes, shapes against the spec, and finite values. ``max_bytes`` limits
+    the file and also the weights that it decodes to."""
+    with container.opened(path) as (file, size):
+        return _read(file, size, str(path), max_bytes)
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """The manifest alone, without reading a tensor. The size of the file, the manifest and the payload's header are
+    checked."""
+    with container.opened(path) as (file, size):
+        return _read_head(file, size, str(path))[0]
+
+
+# Writing
+
+
+def _own(tensor: Tensor, as_weight: bool = False) -> Tensor:
+    """A contiguous copy on the CPU, which later training cannot change; weights that are floats become float32."""
+    dtype = torch.float32 if as_weight and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+
+
+def _describe(label: str, name: str, tensor: Tensor) -> dict[str, Any]:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise ParcelError(
+            f"{label}: {name} is {tensor.dtype}, which cannot be stored; convert it to a plain float or integer type"
+        )
+    return {
+        "dtype": DTYPE_NAMES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "sha256": hashlib.sha256(container.raw(tensor)).hexdigest(),
+    }
+
+
+def _encode(
+    label: str, codec_name: str, weights: Mapping[str, Tensor], extras: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    stored = {EXTRA + name: tensor for name, tensor in extras.items()}
+    with container.blame(label, ParcelError):
+        for name, tensor in weights.items():
+            stored |= codec(codec_name).encode(name, tensor)
+    return stored
+
+
+def _head(manifest: Manifest, signature: bytes) -> tuple[bytes, dict[str, Entry]]:
+    return container.head(
+        manifest.to_bytes(), signature, {name: (info.dtype, info.shape) for name, info in manifest.tensors.items()}
+    )
+
+
+def _chunks(parcel: Parcel) -> Iterator[bytes | memoryview]:
+    manifest = parcel.manifest
+    label = f"parcel of {manifest.sender!r}"
+    stored = _encode(label, manifest.codec, parcel.weights, parcel.extras)
+    if stored.keys() != manifest.tensors.keys():
+        raise Corrupt(
+            f"{label}: its tensors are not those of its manifest; use flyby.parcels.parcel.make for a changed model"
+        )
+    head, entries = _head(manifest, parcel.signature)
+    yield head
+    for name in entries:
+        if _describe(label, name, stored[name])["sha256"] != manifest.tensors[name].sha256:
+            raise Corrupt(
+                f"{label}: {name} was changed after the parcel was made; use flyby.parcels.parcel.make for a changed"
+                " model"
+            )
+        yield container.raw(stored[name])
+
+
+# Reading
+
+
+def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Parcel:
+    manifest, signature, entries = _read_head(file, size, label, max_bytes)
+    shapes = _shapes(label, manifest.spec)
+    _check_stored(label, manifest, shapes)
+    decoded = sum(
+        math.prod(shape) * (4 if dtype.is_floating_point else dtype.itemsize) for shape, dtype in shapes.values()
+    )
+    if decoded > max_bytes:
+        raise TooLarge(
+            f"{label} decodes to {decoded} bytes, more than the {max_bytes} allowed; raise max_bytes if you trust its"
+            " sender"
+        )
+    stored = {
+        name: container.read_tensor(file, label, name, entry, manifest.tensors[name].sha256)
+        for name, entry in entries.items()
+    }
+    weights = _decode(label, manifest.codec, shapes, stored)
+    return Parcel(manifest, weights, {name: stored[EXTRA + name] for name in manifest.extras}, signature)
+
+
+def _read_head(
+    file: io.BufferedIOBase, size: int, label: str, max_bytes: int | None = None
+) -> tuple[Manifest, bytes, dict[str, Entry]]:
+    """Everything before the first tensor: the manifest, the signature, and a table of tensors that agrees with the
+    manifest."""
+    start = container.read_start(file, size, label, max_bytes)
+    manifest = _parse_manifest(label, start.manifest)
+    entries = container.read_table(file, start.payload_length, label, hashlib.sha256(start.manifest).hexdigest())
+    promised = {name: (info.dtype, info.shape) for name, info in manifest.tensors.items()}
+    found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    if promised != found:
+        name = min(name for name in promised.keys() | found.keys() if promised.get(name) != found.get(name))
+        raise Corrupt(
+            f"{label}: its manifest says {promised.get(name)} of tensor {name!r} and its payload {found.get(name)}"
+        )
+    return manifest, start.signature, entries
+
+
+def _parse_manifest(label: str, text: bytes, ours: bool = False) -> Manifest:
+    with container.blame(f"{label}: its manifest cannot be used", Corrupt):
+        if len(text) > container.MAX_JSON:
+            raise TooLarge(
+                f"{label}: its manifest has {len(text)} bytes, more than the {container.MAX_JSON} allowed; keep large"
+                " things in extras"
+            )
+        tensors = parse_json(text).get("tensors")
+        if (
+            isinstance(tensors, dict) and len(tensors) > MAX_TENSORS
+        ):  # pydantic would collect complaints about all of them: 0.6 GB of 3 MB
+            raise BadInput(f"it describes {len(tensors)} tensors, more than the {MAX_TENSORS} that a parcel may have")
+        try:
+            manifest = Manifest.model_validate_json(text)
+            canonical = ours or manifest.to_bytes() == text
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise BadInput((f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")) from None
+        except (ValueError, RecursionError) as error:
+            raise BadInput(str(error)) from None
+        if not canonical:
+            raise BadInput("it is not canonical JSON; write parcels with flyby.parcels.parcel.write")
+    return manifest
+
+
+# What makers and readers both check
+
+
+def _shapes(label: str, spec: ModelSpec) -> Shapes:
+    try:
+        return {name: (tuple(shape), dtype) for name, (shape, dtype) in spec.shapes().items()}
+    except Exception as error:  # whatever a hostile spec does to the builder, it is the parcel's fault
+        raise WrongShape(f"{label}: no network can be built from its spec ({error})") from None
+
+
+def _check_stored(label: str, manifest: Manifest, shapes: Shapes) -> None:
+    """The stored tensors are exactly those that the codec makes of the spec's network, and the extras."""
+    with container.blame(label, ParcelError):
+        layouts = [codec(manifest.codec).layout(name, dtype, shape) for name, (shape, dtype) in shapes.items()]
+    expected = {name: (DTYPE_NAMES[dtype], shape) for layout in layouts for name, (dtype, shape) in layout.items()}
+    found = {name: (info.dtype, info.shape) for name, info in manifest.tensors.items() if not name.startswith(EXTRA)}
+    _check_same(label, expected, found)
+    extras = sorted(name.removeprefix(EXTRA) for name in manifest.tensors if name.startswith(EXTRA))
+    if extras != list(manifest.extras):
+        raise WrongShape(f"{label} names the extras {list(manifest.extras)} and holds {extras}")
+
+
+def _check_same(label: str, expected: Mapping[str, object], found: Mapping[str, object]) -> None:
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            raise WrongShape(f"{label} lacks the tensor {name!r} of its model")
+        if name not in expected:
+            raise WrongShape(f"{label} has a tensor {name!r} that its model does not have")
+        if expected[name] != found[name]:
+            raise WrongShape(f"{label}: tensor {name!r} is {found[name]} where its model has {expected[name]}")
+
+
+def _decode(label: str, codec_name: str, shapes: Shapes, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    weights = {}
+    for name, (shape, _) in shapes.items():
+        with container.blame(label, Corrupt):
+            weights[name] = codec(codec_name).decode(name, stored, shape)
+        if weights[name] is not stored[name]:
+            container.check_finite(label, name, weights[name])  # a byte times a large scale may overflow
+    return weights

@@ -1,0 +1,340 @@
+"""Who sent a parcel: Ed25519 signatures over its manifest, and the trust file that says whose key is whose.
+
+The manifest holds the SHA-256 of every tensor, so a signature over the manifest covers the whole content. It is taken
+over ``CONTEXT`` and then the manifest's canonical bytes; the prefix keeps a signature made here from meaning anything
+elsewhere. The parcel's signature block is exactly 97 bytes:
+
+========  ==========================================
+bytes     content
+========  ==========================================
+1         version of the block, 1
+32        the signer's public key
+64        the signature (RFC 8032, Ed25519)
+========  ==========================================
+
+That a signature is valid says that the holder of *this* key made the parcel; whose key it is, only the receiver's own
+trust file says.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from flyby import files
+from flyby.errors import BadInput
+from flyby.parcels.ledger import Name
+from flyby.parcels.parcel import Parcel
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+CONTEXT = b"flyby parcel manifest, signature block 1\0"
+VERSION = 1
+PUBLIC, SIGNATURE = 32, 64
+BLOCK = 1 + PUBLIC + SIGNATURE
+
+_SENDER = re.compile(r"[A-Za-z0-9._:@+-]{1,128}")
+_PUBLIC_LINE = re.compile(rb"flyby-ed25519 ([A-Za-z0-9+/]{43}=) ([A-Za-z0-9._:@+-]{1,128})\n?")
+_NAME_LINE = re.compile(rb"flyby sender: ([A-Za-z0-9._:@+-]{1,128})\n")
+_LARGEST = 1 << 16  # bytes of a key file; nobody's key is longer
+
+
+class BadSignature(BadInput):
+    """A parcel's signature does not fit its manifest, or is no signature at all."""
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    """A key to check signatures with. ``sender`` is what its file calls its owner; a trust file may know better."""
+
+    raw: bytes
+    sender: str | None = None
+
+    @property
+    def text(self) -> str:
+        return base64.b64encode(self.raw).decode()
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.raw)
+
+
+class PrivateKey(NamedTuple):
+    """A key to sign with, and the name in its file (None where another tool wrote it)."""
+
+    key: Ed25519PrivateKey
+    sender: str | None
+
+    @property
+    def public(self) -> PublicKey:
+        return PublicKey(self.key.public_key().public_bytes_raw(), self.sender)
+
+
+def fingerprint(public: bytes) -> str:
+    """A public key for people to compare: the first 16 bytes of its SHA-256 in groups of four hex digits."""
+    digits = hashlib.sha256(public).hexdigest()[:32]
+    return ":".join(digits[i : i + 4] for i in range(0, 32, 4))
+
+
+# Signing and checking
+
+
+def sign(item: Parcel, key: PrivateKey) -> Parcel:
+    """The same parcel with the key's signature. A key that names another sender than the parcel is refused: no receiver
+    would believe it."""
+    check_sender(key, item.manifest.sender)
+    block = bytes([VERSION]) + key.public.raw + sign_bytes(key.key, CONTEXT + item.manifest.to_bytes())
+    return dataclasses.replace(item, signature=block)
+
+
+def check_sender(key: PrivateKey, sender: str) -> None:
+    if key.sender is not None and key.sender != sender:
+        raise BadInput(
+            f"the key is {key.sender}'s and the parcel comes from {sender}; train with --site {key.sender}, or use"
+            f" {sender}'s key"
+        )
+
+
+def signer_of(manifest: bytes, block: bytes, label: str) -> bytes | None:
+    """The public key that signed a manifest (given as its canonical bytes), None where there is no signature; anything
+    else is BadSignature."""
+    if not block:
+        return None
+    public, signature = open_block(block, label)
+    if not verify_bytes(public, signature, CONTEXT + manifest):
+        raise BadSignature(
+            f"{label}: its signature does not fit its content; it was changed after {fingerprint(public)} signed it, or"
+            " never signed by it"
+        )
+    return public
+
+
+def open_block(block: bytes, label: str) -> tuple[bytes, bytes]:
+    """(public key, signature) of a signature block, not yet checked."""
+    if len(block) != BLOCK or block[0] != VERSION:
+        raise BadSignature(
+            f"{label}: its signature block of {len(block)} bytes is not one that this flyby knows; sign the parcel"
+            " again"
+        )
+    return block[1 : 1 + PUBLIC], block[1 + PUBLIC :]
+
+
+def sign_bytes(key: Ed25519PrivateKey, message: bytes) -> bytes:
+    """Plain Ed25519, without the prefix."""
+    return key.sign(message)
+
+
+def verify_bytes(public: bytes, signature: bytes, message: bytes) -> bool:
+    """Plain Ed25519, without the prefix."""
+    _need_cryptography()
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
+    except (InvalidSignature, ValueError):  # ValueError: the 32 bytes are no point of the curve
+        return False
+    return True
+
+
+def _need_cryptography() -> None:
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise BadInput("signatures need the package cryptography; install it with: pip install cryptography") from None
+
+
+# Key files
+
+
+def new_key(sender: str, folder: Path) -> tuple[Path, Path, PublicKey]:
+    """Makes a key pair in two files, SENDER.key (private, readable by its owner alone) and SENDER.pub; never over an
+    older one."""
+    _need_cryptography()
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    if not _SENDER.fullmatch(sender):
+        raise BadInput(f"a sender cannot be called {sender!r}; use letters, digits and . _ : @ + - only")
+    secret, public = folder / f"{sender}.key", folder / f"{sender}.pub"
+    for path in (secret, public):
+        if path.exists():
+            raise BadInput(f"{path} exists already; name another folder with --out, or move the old key away")
+    key = PrivateKey(Ed25519PrivateKey.generate(), sender)
+    pem = key.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(f"flyby sender: {sender}\n".encode() + pem)
+    except OSError as error:
+        raise BadInput(f"cannot write {secret}: {error.strerror or error}; name another folder with --out") from None
+    files.write_text(public, f"flyby-ed25519 {key.public.text} {sender}\n")
+    return secret, public, key.public
+
+
+def read_private(path: Path | str) -> PrivateKey:
+    """The key of ``--key``: unencrypted PKCS#8 in PEM, after an optional line that names the sender. A file that others
+    can read is refused."""
+    _need_cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    data = _read(path)
+    named = _NAME_LINE.match(data)
+    key = None
+    with contextlib.suppress(ValueError, TypeError, UnsupportedAlgorithm):
+        key = load_pem_private_key(data[named.end() if named else 0 :], password=None)
+    if not isinstance(key, Ed25519PrivateKey):
+        raise BadInput(f"{path} is not an unencrypted Ed25519 private key; make one with: flyby keys new NAME")
+    if os.name == "posix" and Path(path).stat().st_mode & 0o077:
+        raise BadInput(f"{path} can be read by others than its owner; make it private with: chmod 600 {path}")
+    return PrivateKey(key, named[1].decode() if named else None)
+
+
+def read_public(path: Path | str) -> PublicKey:
+    """The one line of a .pub file: ``flyby-ed25519 BASE64 SENDER``."""
+    line = _PUBLIC_LINE.fullmatch(_read(path))
+    if line is None:
+        raise BadInput(
+            f"{path} is not a public key of flyby (one line: flyby-ed25519 KEY SENDER); ask its owner for the .pub file"
+        )
+    return PublicKey(_decoded(line[1].decode()), line[2].decode())
+
+
+def read_either(path: Path | str) -> PublicKey:
+    """The public key of a .pub or a .key file."""
+    return read_private(path).public if b"PRIVATE KEY" in _read(path) else read_public(path)
+
+
+def _read(path: Path | str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_LARGEST)
+    except OSError as error:
+        raise BadInput(f"cannot read the key {path}: {error.strerror or error}") from None
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raw = b""
+    if len(raw) != PUBLIC or base64.b64encode(raw).decode() != text:
+        raise BadInput(f"{text[:60]!r} is not a public key: 32 bytes in base64")
+    return raw
+
+
+# The trust file
+
+
+def _is_key(text: str) -> str:
+    try:
+        _decoded(text)
+    except BadInput as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+class Trust(BaseModel):
+    """Whose key is whose, as the receiver says: sender -> public keys (two while one is being changed). A key belongs
+    to one sender only."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    schema_version: Literal[1] = 1
+    senders: dict[
+        Name, Annotated[list[Annotated[str, AfterValidator(_is_key)]], Field(min_length=1, max_length=16)]
+    ] = {}
+
+    @classmethod
+    def load(cls, path: Path | str) -> Trust:
+        files.read_json(path)  # says in plain words if it is missing or no JSON
+        try:
+            trust = cls.model_validate_json(Path(path).read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise BadInput(
+                f"{path} is not a trust file: {where}: {first['msg'].removeprefix('Value error, ')}"
+            ) from None
+        owners: dict[str, str] = {}
+        for sender, keys in trust.senders.items():
+            for key in keys:
+                if owners.setdefault(key, sender) != sender:
+                    raise BadInput(
+                        f"{path} gives one key to {owners[key]} and to {sender}; every sender needs a key of its own"
+                    )
+        return trust
+
+    def save(self, path: Path | str) -> None:
+        files.write_json(path, self.model_dump(mode="json"))
+
+    def keys_of(self, sender: str) -> list[bytes]:
+        return [_decoded(text) for text in self.senders.get(sender, [])]
+
+    def owner_of(self, public: bytes) -> str | None:
+        return next((sender for sender in self.senders if public in self.keys_of(sender)), None)
+
+    def add(self, sender: str, key: PublicKey, *, also: bool = False, replace: bool = False) -> None:
+        """Trusts a key as ``sender``'s. Another key of a known sender is never replaced by the way: say ``also`` or
+        ``replace``."""
+        if not _SENDER.fullmatch(sender):
+            raise BadInput(f"a sender cannot be called {sender!r}; use letters, digits and . _ : @ + - only")
+        owner, known = self.owner_of(key.raw), self.senders.get(sender, [])
+        if owner not in (None, sender):
+            raise BadInput(f"this key is trusted as {owner}'s already; every sender needs a key of its own")
+        if known and key.text not in known and not (also or replace):
+            others = ", ".join(fingerprint(raw) for raw in self.keys_of(sender))
+            raise BadInput(
+                f"{sender} is trusted with another key ({others}); ask {sender} why, then say --also to keep both or"
+                " --replace to drop the old"
+            )
+        kept = [] if replace else [text for text in known if text != key.text]
+        self.senders[sender] = [*kept, key.text]
+
+
+class Verdict(NamedTuple):
+    """What a signature says of a parcel: who signed, whether it fits, and whom the trust file takes the signer for."""
+
+    fingerprint: str | None
+    valid: bool
+    trusted_as: str | None
+    note: str
+
+
+def verdict(item: Parcel, trust: Trust | None = None) -> Verdict:
+    """The signature of a parcel, in words; raises nothing, since ``flyby inspect`` wants to show bad ones too."""
+    sender = item.manifest.sender
+    if not item.signature:
+        return Verdict(None, False, None, "none")
+    try:
+        public, _ = open_block(item.signature, sender)
+        name = fingerprint(public)
+        signer_of(item.manifest.to_bytes(), item.signature, sender)
+    except BadSignature as error:
+        claimed = item.signature[1 : 1 + PUBLIC] if len(item.signature) == BLOCK else None
+        return Verdict(fingerprint(claimed) if claimed else None, False, None, f"NOT VALID ({error})")
+    if trust is None:
+        return Verdict(name, True, None, f"valid, by key {name}; whose key that is, a trust file says (--trust FILE)")
+    owner = trust.owner_of(public)
+    if owner == sender:
+        return Verdict(name, True, owner, f"valid, by key {name}, trusted as {owner}")
+    if owner is not None:
+        return Verdict(
+            name, True, None, f"valid, but by key {name}, which is {owner}'s and not {sender}'s: NOT TRUSTED"
+        )
+    another = (
+        f"{sender} is trusted with another key" if sender in trust.senders else f"{sender} is not in the trust file"
+    )
+    return Verdict(name, True, None, f"valid, by key {name}, NOT TRUSTED: {another}")

@@ -1,0 +1,196 @@
+"""A run is a typed value: ``RunConfig`` is what was asked for, ``plan`` is what will be done, with every default filled
+in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from flyby.data.dataset import DataBundle
+from flyby.data.splits import SplitSettings
+from flyby.engines.engine import DataSettings, Recipe
+from flyby.errors import BadInput, unknown
+from flyby.fusion import Fusion
+from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
+from flyby.models import ModelSpec
+from flyby.orient.settings import FleetSettings
+from flyby.training.privacy import check_privacy
+from flyby.settings import build, parse_assignment
+from flyby.runs.attacks import AttackSettings
+from flyby.training.loop import Counts, TrainSettings
+
+
+class ModelSettings(BaseModel):
+    """The network; sizes, channels and classes come from the data, the head from the objective."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = None
+    width: float = 1.0
+    stem: str = Field("cifar", description="of a resnet or mobilenetv2; imagenet for images of 96 pixels and more, where none is asked for")
+    projector: tuple[int, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+class RunConfig(BaseModel):
+    """One run, as asked for. Sections that depend on the method (objective, train, views, fusion) hold only what was
+    set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str = "fedavg"
+    seed: int = 0
+    data: DataSettings = DataSettings()
+    split: SplitSettings = SplitSettings()
+    model: ModelSettings = ModelSettings()
+    fusion_name: str | None = None
+    objective: dict[str, Any] = Field(default_factory=dict)
+    train: dict[str, Any] = Field(default_factory=dict)
+    views: dict[str, Any] = Field(default_factory=dict)
+    fusion: dict[str, Any] = Field(default_factory=dict)
+    orient: dict[str, Any] = Field(default_factory=dict)
+    codec: str = "fp32"
+    counts: Counts = Field("exact", description="what a site tells about its classes: exact, noisy (Laplace, epsilon) or binary counts")
+    epsilon: float = Field(1.0, gt=0)
+    proxy: str | None = None
+    locals: bool = Field(True, description="also judge each site's own model on the common test set")
+    attack: AttackSettings = AttackSettings()
+    admission: Literal["none", "default", "validated"] = Field(
+        "none", description="the gate before the server, without or with held-out images"
+    )
+
+
+SECTIONS: dict[str, type[BaseModel]] = {"data": DataSettings, "split": SplitSettings, "model": ModelSettings, "attack": AttackSettings}
+TOP = ("codec", "counts", "epsilon", "proxy", "locals", "admission")
+
+
+def make_config(
+    method: str,
+    *,
+    fusion: str | None = None,
+    seed: int = 0,
+    data: dict[str, Any] | None = None,
+    split: dict[str, Any] | None = None,
+    model: str | None = None,
+    epochs: int | None = None,
+    orient: dict[str, Any] | None = None,
+    assignments: Iterable[str] = (),
+) -> RunConfig:
+    """A RunConfig from command-line words; ``--set`` wins over the named options."""
+    recipe = method_named(method)
+    objective = objective_named(recipe.objective)
+    rule = fusion or recipe.fusion
+    from flyby.data.views import ViewSettings
+
+    fields = {name: set(kind.model_fields) for name, kind in SECTIONS.items()}
+    fields |= {
+        "train": set(TrainSettings.model_fields),
+        "views": set(ViewSettings.model_fields),
+        "objective": set(objective.settings_type.model_fields),
+    }
+    fields["fusion"] = set(fusion_named(rule).settings_type.model_fields) if rule else set()
+    fields["orient"] = set(FleetSettings.model_fields) if recipe.orient else set()
+    values: dict[str, dict[str, Any]] = {name: {} for name in fields}
+    if recipe.orient:
+        values["orient"] |= {k: v for k, v in (orient or {}).items() if v is not None}
+    values["data"] |= {k: v for k, v in (data or {}).items() if v is not None}
+    values["split"] |= {k: v for k, v in (split or {}).items() if v is not None}
+    if model is not None:
+        values["model"]["name"] = model
+    if epochs is not None:
+        values["train"]["epochs"] = epochs
+    top: dict[str, Any] = {}
+    for text in assignments:
+        key, value = parse_assignment(text)
+        section, name = _place(key, fields)
+        (values[section] if section else top)[name] = value
+    build(TrainSettings, values["train"], "train")
+    build(ViewSettings, {k: tuple(v) if isinstance(v, list) else v for k, v in values["views"].items()}, "views")
+    build(FleetSettings, values["orient"], "orient")
+    typed = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}
+    rest = {name: values[name] for name in ("objective", "train", "views", "fusion", "orient")}
+    return build(RunConfig, {"method": method, "seed": seed, "fusion_name": fusion, **typed, **rest, **top}, "run")
+
+
+def _place(key: str, fields: dict[str, set[str]]) -> tuple[str, str]:
+    """Where a ``--set`` key belongs: ``train.lr``, or plain ``lr`` where only one section has it."""
+    section, dot, name = key.partition(".")
+    if dot:
+        if section not in fields:
+            raise unknown("settings section", section, fields)
+        if name not in fields[section]:
+            raise (
+                unknown(f"{section} setting", name, fields[section])
+                if fields[section]
+                else BadInput(f"this method has no {section} settings")
+            )
+        return section, name
+    if key in TOP:
+        return "", key
+    homes = [s for s, names in fields.items() if key in names]
+    if len(homes) == 1:
+        return homes[0], key
+    if homes:
+        raise BadInput(f"--set {key} could mean {' or '.join(f'{s}.{key}' for s in homes)}; say which")
+    raise unknown("setting", key, {f"{s}.{n}" for s, names in fields.items() for n in names} | set(TOP))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do: the recipe every site follows and the server's rule (None for ``local``)."""
+
+    config: RunConfig
+    recipe: Recipe
+    fusion: Fusion | None
+
+
+def plan(config: RunConfig, bundle: DataBundle) -> Plan:
+    """Fill in every default from the method, the objective and the data; refuse what cannot work before anything is
+    trained."""
+    from flyby.parcels.codecs import CODECS
+
+    method = method_named(config.method)
+    objective = objective_named(method.objective)
+    settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
+    rule = config.fusion_name or method.fusion
+    fusion = None
+    if rule is not None:
+        kind = fusion_named(rule)
+        check_pair(objective, kind, settings)
+        if not kind.data_free and config.proxy is None:
+            raise BadInput(f"{rule} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)")
+        fusion = kind(build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion"))
+    if config.codec not in CODECS:
+        raise unknown("codec", config.codec, CODECS)
+    data = bundle.train
+    name = config.model.name or ("cnn-small" if min(data.size) < 24 else "resnet18")
+    shape = config.model.model_dump(exclude={"name"})
+    if "stem" not in config.model.model_fields_set and min(data.size) >= 96:
+        shape["stem"] = "imagenet"
+    spec = ModelSpec(name=name, classes=data.classes, channels=data.channels, size=data.size, **shape)
+    train = build(TrainSettings, {**objective.defaults(settings), **method.train, **config.train}, "train")
+    views = objective.views(data.size, bundle.mirror)
+    views = build(type(views), {**views.model_dump(), **config.views}, "views")
+    recipe = Recipe(
+        spec=objective.adapt_spec(spec, settings), objective=objective.name, objective_settings=settings.model_dump(mode="json"),
+        train=train, views=views, seed=config.seed, codec=config.codec, counts=config.counts, epsilon=config.epsilon,
+    )
+    recipe.spec.skeleton()
+    check_privacy(recipe.spec, objective.name, settings, train, views, config.counts)
+    return Plan(config, recipe, fusion)
+
+
+def pick_device(name: str = "auto") -> str:
+    """``cuda`` where there is one, else ``cpu``."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise BadInput("there is no CUDA device here; use --device cpu")
+    if not (name == "cpu" or name.startswith("cuda")):
+        raise unknown("device", name, ("auto", "cpu", "cuda"))
+    return name

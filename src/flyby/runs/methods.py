@@ -1,0 +1,230 @@
+"""The registry of recipes: a method is an objective for the sites and a fusion for the server. The two axes are free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from flyby.data.site import Part, Site
+from flyby.errors import BadInput, unknown
+from flyby.fusion import FUSIONS, Fusion
+from flyby.models import ModelSpec
+from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
+from flyby.statistics.catalogue import STATISTICS
+from flyby.rng import generator
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named recipe. ``fusion`` None means that there is no server: every site keeps its own model, or personalises it
+    by the variant ``orient`` of FOL from those of sites it meets."""
+
+    name: str
+    objective: str
+    fusion: str | None
+    about: str
+    paper: str = ""
+    objective_settings: dict[str, Any] = field(default_factory=dict)
+    fusion_settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rule
+    train: dict[str, Any] = field(default_factory=dict)
+    orient: str | None = None
+
+
+FAFI = "FAFI: Zeng et al., ICML 2025"
+FOL = "FOL: Huang and Shu, ICML 2025"
+COUNTED = {"iffi": {"prototypes": "counts"}}
+# The rule for prototype clients where the user names none; docs/experts.md shows what it earned this place with. FAFI
+# and AURORA are
+# published with `iffi`: all of them share one default here, so that a comparison of clients never compares server rules
+# by accident.
+BEST = "experts-calibrated"
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method("local", "supervised", None, "every site keeps its own model; nothing is exchanged"),
+        Method(
+            "fedavg", "supervised", "fedavg", "cross-entropy at the sites, weighted mean of all weights", "McMahan et al., AISTATS 2017"
+        ),
+        Method("ensemble", "supervised", "ensemble", "cross-entropy at the sites, mean of their predictions"),
+        Method("fafi", "salt", BEST, "SALT at the sites (published with --fusion iffi)", FAFI),
+        Method(
+            "fafi-anneal", "aurora", BEST, "FAFI with a shared anchor and lambda 18 -> 0 by hand", FAFI, {"weighting": "linear"}, COUNTED
+        ),
+        Method("aurora", "aurora", BEST, "SALT plus an anchor whose strength each site learns", "AURORA", {}, COUNTED),
+        Method(
+            "aurora-no-stability", "aurora", BEST, "AURORA without the bound on lambda", "AURORA", {"weighting": "meta-anneal"}, COUNTED
+        ),
+        Method(
+            "aurora-no-decouple", "aurora", BEST, "AURORA, plain coupled uncertainty weighting", "AURORA", {"weighting": "kendall"}, COUNTED
+        ),
+        Method(
+            "fol", "supervised", None, "no server: neighbours' models adapted, selected and distilled into the own one", FOL, orient="fol"
+        ),
+        Method("fol-a", "supervised", None, "FOL, answering with the ensemble it distils", FOL, orient="fol-a"),
+        Method("fol-n", "supervised", None, "FOL without adapting the neighbours' models", FOL, orient="fol-n"),
+        Method("fol-an", "supervised", None, "FOL-A without adapting the neighbours' models", FOL, orient="fol-an"),
+        Method("gossip", "supervised", None, "no server: each node averages its model with those it met", FOL, orient="gossip"),
+        Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", "FedETF: Li et al., ICCV 2023"),
+        Method(
+            "fedproto",
+            "supervised",
+            "fedproto",
+            "nearest class mean over all clients",
+            "FedProto: Tan et al., AAAI 2022",
+            {"send": ["class-means"]},
+        ),
+        Method(
+            "fedtgp",
+            "supervised",
+            "fedtgp",
+            "class means turned into trained global prototypes",
+            "FedTGP: Zhang et al., AAAI 2024",
+            {"send": ["class-means"]},
+        ),
+        Method("fedcvae", "cvae", "fedcvae", "clients' decoders paint the server's training set", "FedCVAE: Heinbaugh et al., ICLR 2023"),
+        Method(
+            "fedcvae-kd",
+            "cvae",
+            "fedcvae-kd",
+            "the same through one distilled decoder, labels uniform",
+            "FedCVAE: Heinbaugh et al., ICLR 2023",
+        ),
+        Method(
+            "dense",
+            "supervised",
+            "dense",
+            "the ensemble distilled on images made from the models alone",
+            "DENSE: Zhang et al., NeurIPS 2022",
+        ),
+        Method(
+            "coboosting",
+            "supervised",
+            "coboosting",
+            "DENSE with harder images and a better-weighted ensemble",
+            "Co-Boosting: Dai et al., ICLR 2024",
+        ),
+        Method(
+            "feddf",
+            "supervised",
+            "feddf",
+            "the ensemble distilled on unlabelled proxy images (--set proxy=PATH)",
+            "FedDF: Lin et al., NeurIPS 2020",
+        ),
+        Method(
+            "intactofl",
+            "supervised",
+            "intactofl",
+            "all models kept under a gate trained on synthetic images",
+            "IntactOFL: Zeng et al., ACM MM 2024",
+        ),
+        Method(
+            "fedlpa",
+            "supervised",
+            "fedlpa",
+            "layer-wise posteriors joined by one solve a layer",
+            "FedLPA: Liu et al., NeurIPS 2024",
+            {"send": ["kfac"]},
+        ),
+        Method(
+            "maecho",
+            "supervised",
+            "maecho",
+            "weights moved together where clients' inputs are free",
+            "MA-Echo: Su et al., 2022",
+            {"send": ["null-space"]},
+        ),
+        Method("ot", "supervised", "ot", "neurons matched layer by layer, then averaged", "OT fusion: Singh and Jaggi, NeurIPS 2020"),
+        Method("median", "supervised", "median", "the median of the sites' weights, one by one", "Yin et al., ICML 2018"),
+        Method("trimmed", "supervised", "trimmed", "the mean of the sites' weights without the extremes", "Yin et al., ICML 2018"),
+        Method("clipped", "supervised", "clipped", "the mean of weights, no site far from the median", "Karimireddy et al., ICML 2021"),
+        Method("ensemble-median", "supervised", "ensemble-median", "the median of the sites' predictions"),
+        Method("ensemble-trimmed", "supervised", "ensemble-trimmed", "the mean of the sites' predictions without the extremes"),
+    )
+}
+
+
+def method_named(name: str) -> Method:
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]
+
+
+def objective_named(name: str) -> type[Objective]:
+    if name not in OBJECTIVES:
+        raise unknown("objective", name, OBJECTIVES)
+    return OBJECTIVES[name]
+
+
+def fusion_named(name: str) -> type[Fusion]:
+    if name not in FUSIONS:
+        raise unknown("fusion", name, FUSIONS)
+    return FUSIONS[name]
+
+
+def check_pair(objective: type[Objective], fusion: type[Fusion], settings: ObjectiveSettings | None = None) -> None:
+    """Refuse, before any training, a server rule that asks for what the sites' objective does not send under its
+    settings."""
+    sent = objective.provided(settings or objective.settings_type())
+    missing = fusion.needs - sent
+    if not missing:
+        return
+    askable = missing & set(STATISTICS)
+    if "calibration" in missing and "calibration" in objective.provides:
+        cure = "leave out objective.calibrate=false"
+    elif askable == missing:
+        cure = f"ask the sites for it with --set objective.send=[{','.join(sorted(askable))}]"
+    else:
+        able = sorted(o.name for o in OBJECTIVES.values() if fusion.needs <= o.provides | set(STATISTICS))
+        cure = f"objectives that do: {', '.join(able) or 'none'}"
+    fits = sorted(f.name for f in FUSIONS.values() if f.needs <= sent)
+    raise BadInput(
+        f"fusion {fusion.name!r} needs {', '.join(sorted(missing))}, which objective {objective.name!r} does not provide; {cure}; "
+        f"fusions that fit it as it is: {', '.join(fits)}"
+    )
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """What ``flyby methods`` shows: each recipe with what crosses the wire and what its two halves need and provide.
+
+    ``extra_bytes`` is what an upload carries beside its weights, measured on the demo's network (cnn-small, grey 8x8
+    images, 10 classes) for a site that holds every class; ``weight_bytes`` are the weights themselves.
+    """
+    rows = []
+    for m in METHODS.values():
+        objective = OBJECTIVES[m.objective]
+        settings = objective.settings_type.model_validate(m.objective_settings)
+        fusion = FUSIONS[m.fusion] if m.fusion else None
+        exchanged = bool(fusion or m.orient)
+        weights, extras = upload_bytes(m.objective, settings) if exchanged else (0, 0)
+        rows.append(
+            {
+                "method": m.name, "objective": m.objective, "fusion": m.fusion, "about": m.about, "paper": m.paper,
+                "provides": sorted(objective.provided(settings)), "needs": sorted(fusion.needs) if fusion else [],
+                "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing",
+                "weight_bytes": weights, "extra_bytes": extras, "data_free": fusion is None or fusion.data_free,
+                "mixed_architectures": bool(fusion and fusion.heterogeneous) or bool(m.orient),
+            }
+        )
+    return rows
+
+
+@cache
+def upload_bytes(name: str, settings: ObjectiveSettings) -> tuple[int, int]:
+    """Bytes of the weights and of the extras that a site of the demo sends: an untrained network over noise, since only
+    shapes count."""
+    kind = OBJECTIVES[name]
+    rng = generator("flyby", "upload bytes")
+    spec = kind.adapt_spec(ModelSpec(name="cnn-small", classes=10, channels=1, size=(8, 8)), settings)
+    images = torch.randint(0, 256, (20, 8, 8, 1), generator=rng, dtype=torch.uint8)
+    part = Part(images, torch.arange(20) % 10)
+    site = Site("demo", part, part, part, tuple("0123456789"))
+    network, objective = spec.build(rng).eval(), kind(settings)
+    objective.prepare(network, site, 0)
+    extras, _ = objective.extras(network, site, 0)
+    weights, sent = list(network.state_dict().values()), list(extras.values())
+    return sum(t.nbytes for t in weights), sum(t.nbytes for t in sent)

@@ -1,0 +1,85 @@
+"""What an expert knows about its own certainty, measured at the site on its own images: three scalars a class.
+
+For every class a site holds: the mean cosine between features and class direction on its own images of that class, and
+its mean and spread on scraps, inputs that are of no class (two of its images mixed, halves of two joined, patches
+shuffled). Whoever cannot tell a class from scraps should say nothing about it. No image, and nothing computed from a
+single image, leaves the site. Which scraps serve best was chosen on validation images held out of the training data
+(docs/experts.md has the table).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flyby.data.site import Site
+from flyby.models import Network
+from flyby.models.heads import directions
+from flyby.rng import generator
+
+PER_CLASS = 200
+OWN, SCRAP, SPREAD = 0, 1, 2  # rows of the `calibration` tensor [3, C]; 0 where a class is not held
+
+
+@torch.no_grad()
+def cosines(network: Network, images: Tensor) -> Tensor:
+    """cos(f(x), direction of c) for uint8 images [N, H, W, C]: [N, classes]."""
+    rows = F.normalize(directions(network).float(), dim=1)
+    spec = network.spec
+    return torch.cat(
+        [
+            F.normalize(network.features(spec.prepare(piece)).float(), dim=1) @ rows.T
+            for piece in torch.split(images, 512)
+        ]
+    )
+
+
+def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
+    """Inputs of no class, three for every image: its mean with another, its left half beside another's right, its
+    patches shuffled."""
+    n, height, width = images.shape[:3]
+    order = torch.randperm(n, generator=rng).to(images.device)
+    other = torch.empty_like(images)
+    other[order] = images[order.roll(1)]  # one cycle through all: nobody is paired with itself unless it is alone
+    mixed = ((images.short() + other.short()) // 2).to(torch.uint8)
+    joined = torch.cat((images[:, :, : width // 2], other[:, :, width // 2 :]), dim=2)
+    return torch.cat((mixed, joined, shuffle_patches(images, max(1, height // 4), max(1, width // 4), rng)))
+
+
+def shuffle_patches(images: Tensor, tall: int, wide: int, rng: torch.Generator) -> Tensor:
+    """Every image with its ``tall`` x ``wide`` patches in an order of its own; a remainder at the edges stays in place."""
+    n, height, width, channels = images.shape
+    rows, columns = height // tall, width // wide
+    grid = images[:, : rows * tall, : columns * wide].reshape(n, rows, tall, columns, wide, channels)
+    patches = grid.permute(0, 1, 3, 2, 4, 5).reshape(n, rows * columns, tall, wide, channels)
+    order = torch.rand(n, rows * columns, generator=rng).argsort(1).to(images.device)
+    patches = patches[torch.arange(n, device=images.device)[:, None], order].reshape(
+        n, rows, columns, tall, wide, channels
+    )
+    shuffled = images.clone()
+    shuffled[:, : rows * tall, : columns * wide] = patches.permute(0, 1, 3, 2, 4, 5).reshape(
+        n, rows * tall, columns * wide, channels
+    )
+    return shuffled
+
+
+@torch.no_grad()
+def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
+    """The ``calibration`` extra [3, C]: each held class's mean cosine on the site's own images of it; its mean and
+    spread on scraps."""
+    device = next(network.parameters()).device
+    rng = generator(seed, site.id, "calibration")
+    labels = site.train.labels.cpu()
+    held = [c for c, n in enumerate(site.counts) if n > 0]
+    picked = torch.cat(
+        [(rows := (labels == c).nonzero()[:, 0])[torch.randperm(len(rows), generator=rng)[:PER_CLASS]] for c in held]
+    )
+    images, labels = site.train.images[picked.to(site.train.images.device)].to(device), labels[picked].to(device)
+    network.eval()
+    real, unreal = cosines(network, images), cosines(network, scraps(images, rng))
+    table = torch.zeros(3, len(site.class_names))
+    for c in held:
+        table[OWN, c], table[SCRAP, c] = real[labels == c, c].mean(), unreal[:, c].mean()
+        table[SPREAD, c] = unreal[:, c].std(correction=0)
+    return {"calibration": table}

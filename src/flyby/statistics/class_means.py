@@ -1,0 +1,34 @@
+"""The statistic ``class-means``: where a site's own images of each class lie in its feature space, for FedProto and
+FedTGP.
+
+m_c = (1 / n_c) sum over the site's training images of class c of f(x), unnormalised, seen as they are (no
+augmentation). Classes the site lacks are not sent, so the rows tell which classes it holds; the mean of a class with
+one image is that image's feature.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flyby.data.site import Site
+from flyby.models import Network
+
+
+@torch.no_grad()
+def class_means(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
+    """``means`` [H, d], one row for each of the H classes the site holds, and ``classes`` [H], which they are, in
+    rising order."""
+    device = next(network.parameters()).device
+    classes = len(site.class_names)
+    labels = site.train.labels.to(device)
+    sums = torch.zeros(
+        classes, network.feature_dim, dtype=torch.float64, device=device
+    )  # a long sum: float32 would lose its last digits
+    network.eval()
+    for rows in torch.split(torch.arange(len(labels), device=device), 512):
+        images = site.train.images[rows.to(site.train.images.device)].to(device)
+        sums.index_add_(0, labels[rows], network.features(network.spec.prepare(images)).double())
+    counts = torch.bincount(labels, minlength=classes)
+    held = counts.nonzero()[:, 0]
+    return {"means": (sums[held] / counts[held, None]).float(), "classes": held}

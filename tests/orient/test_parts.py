@@ -1,0 +1,266 @@
+"""FOL piece by piece, with numbers a person can check: meetings, shared layers, selection, ensemble, distillation,
+theorems."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from factories import quick, random_parcel, small_spec, striped_site
+from flyby.errors import BadInput
+from flyby.orient import Candidate, Schedule, make_schedule
+from flyby.orient.bounds import smoothness, theorem_1, theorem_2
+from flyby.orient.collect import newcomers, record_round, retain, stayers
+from flyby.orient.distill import Distilled, softened_kl
+from flyby.orient.ensemble import combine, fit_weights
+from flyby.orient.layers import cosine, layers_of, match, shared_layers, unshared_layers
+from flyby.orient.select import top_k
+from flyby.orient.stack import Stack
+from flyby.orient.tuning import tune
+from flyby.parcels.ledger import Ledger, SecondCrossing
+
+# Meetings
+
+
+def test_seventy_nodes_meet_everybody_exactly_once() -> None:
+    nodes = [f"site-{i}" for i in range(70)]
+    schedule = make_schedule(nodes, rounds=3, buffer=29, top=10, seed=0)
+    for node in nodes:
+        met = [schedule.senders(node, e) for e in (1, 2, 3)]
+        assert [len(m) for m in met] == [29, 20, 20]
+        assert set().union(*met) == set(nodes) - {node}
+
+
+@given(st.integers(2, 24), st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
+def test_no_ordered_pair_twice_and_no_buffer_over_its_size(
+    count: int, rounds: int, buffer: int, top: int, seed: int
+) -> None:
+    nodes = [f"n{i}" for i in range(count)]
+    schedule = make_schedule(nodes, rounds, buffer, top, seed)
+    pairs = [(s, r) for e in range(1, rounds + 1) for r in nodes for s in schedule.senders(r, e)]
+    assert len(pairs) == len(set(pairs))
+    assert all((b, a) in set(pairs) for a, b in pairs), "who meets also gives"
+    for node in nodes:
+        held = 0
+        for e in range(1, rounds + 1):
+            held += len(schedule.senders(node, e))
+            assert held <= buffer
+            held = min(held, stayers(buffer, top))
+    if count % 2 == 0 and count - 1 >= buffer + (rounds - 1) * newcomers(buffer, top):
+        assert all(len(schedule.senders(n, 1)) == buffer for n in nodes)
+
+
+def test_a_schedule_is_seeded_and_can_be_replayed(tmp_path: Path) -> None:
+    nodes = [f"n{i}" for i in range(9)]
+    made = make_schedule(nodes, 2, 4, 2, 7)
+    assert made == make_schedule(nodes, 2, 4, 2, 7)
+    assert made != make_schedule(nodes, 2, 4, 2, 8)
+    made.save(tmp_path / "s.json")
+    assert Schedule.load(tmp_path / "s.json") == made
+    raw = json.loads((tmp_path / "s.json").read_text())
+    raw["rounds"][0]["n0"] = ["n1"]
+    (tmp_path / "s.json").write_text(json.dumps(raw))
+    with pytest.raises(BadInput, match=r"changed|twice"):
+        Schedule.load(tmp_path / "s.json")
+    (tmp_path / "s.json").write_text('{"nodes": 3}')
+    with pytest.raises(BadInput, match="not a meeting schedule"):
+        Schedule.load(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "message"),
+    [
+        ([{"a": ("b",)}, {"a": ("b",)}], "b sends to a twice"),
+        ([{"a": ("a",)}], "meet itself"),
+        ([{"a": ("z",)}], "'z', which is not one of its nodes"),
+    ],
+)
+def test_an_impossible_schedule_is_refused(rounds: list[dict[str, tuple[str, ...]]], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Schedule(("a", "b"), tuple(rounds))
+
+
+def test_crossings_carry_their_round_and_happen_once() -> None:
+    schedule = Schedule(("a", "b", "c"), ({"a": ("b",), "b": ("a",)}, {"a": ("c",), "c": ("a",)}))
+    ledger = Ledger()
+    for e in (1, 2):
+        record_round(ledger, schedule, e, {n: (10, f"digest-{n}") for n in "abc"})
+    assert [(c.sender, c.receiver, c.round) for c in ledger.crossings] == [
+        ("b", "a", 1),
+        ("a", "b", 1),
+        ("c", "a", 2),
+        ("a", "c", 2),
+    ]
+    assert ledger.total_bytes == 40
+    with pytest.raises(SecondCrossing):
+        record_round(ledger, schedule, 1, dict.fromkeys("abc", (10, "d")))
+
+
+def test_the_best_peers_stay_and_leave_a_place_for_the_node_itself() -> None:
+    peers = [Candidate(f"n{i}", small_spec(), {}, score=score) for i, score in enumerate((0.2, 0.9, 0.5, 0.9))]
+    assert [c.sender for c in retain(peers, 4, 3)] == ["n1", "n3"]
+    assert retain(peers, 4, 1) == []
+    assert len(retain(peers, 2, 9)) == 2
+
+
+# Shared layers
+
+
+def test_the_worked_example_of_appendix_b1() -> None:
+    """Eq. 25, and eq. 26 without BN(32)_j, which the neighbour does not have."""
+    own = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 64, 3), nn.Linear(256, 10))
+    other = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.Linear(256, 10))
+    pairs = match(layers_of(own), layers_of(other))
+    assert pairs == [("0", "0"), ("2", "1"), ("3", "3")]
+    assert set(layers_of(other)) - {b for _, b in pairs} == {"2"}
+
+
+def test_matching_is_one_to_one_first_come_first_served() -> None:
+    own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    other = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert match(layers_of(own), layers_of(other)) == [("0", "1"), ("1", "2")]
+
+
+def test_cosine_over_shared_layers_and_minus_one_without_any() -> None:
+    spec = small_spec("mlp", width=0.1)
+    state = random_parcel("a", spec).weights
+    assert cosine(spec, state, spec, state) == pytest.approx(1)
+    assert cosine(spec, state, spec, {n: -t for n, t in state.items()}) == pytest.approx(-1)
+    other = small_spec("cnn-small", width=0.2)
+    assert shared_layers(spec, other) == ()
+    assert cosine(spec, state, other, random_parcel("b", other).weights) == -1
+    assert "head" in unshared_layers(spec, other)
+
+
+# Selection
+
+
+def test_top_k_breaks_ties_only_at_the_cutoff() -> None:
+    scores = [0.8, 0.9, 0.8, 0.7, 0.8, 0.9]
+    asked: list[int] = []
+
+    def closeness(place: int) -> float:
+        asked.append(place)
+        return {0: 0.1, 2: 0.5, 4: 0.3}[place]
+
+    assert top_k(scores, 4, closeness) == [1, 5, 2, 4]
+    assert sorted(asked) == [0, 2, 4]
+    asked.clear()
+    assert top_k(scores, 5, closeness) == [1, 5, 0, 2, 4], "all the tied fit: nothing is asked"
+    assert asked == []
+    assert top_k(scores, 99, closeness) == [1, 5, 0, 2, 4, 3]
+    assert top_k([0.5, 0.5], 1, lambda place: 1.0) == [0]
+    assert top_k([], 3, closeness) == []
+
+
+# Ensemble
+
+
+@pytest.mark.parametrize(("form", "truth"), [("simplex", (0.6, 0.3, 0.1)), ("unconstrained", (1.2, -0.5, 0.4))])
+def test_ensemble_weights_recover_a_known_mixture(form: str, truth: tuple[float, ...]) -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(3, 8_000, 4, generator=rng)
+    chances = combine(logits, torch.tensor(truth)).softmax(1)
+    labels = torch.multinomial(chances, 1, generator=rng).flatten()
+    found = fit_weights(logits, labels, form)  # type: ignore[arg-type]
+    assert found.tolist() == pytest.approx(truth, abs=0.05)
+    if form == "simplex":
+        assert float(found.sum()) == pytest.approx(1)
+        assert bool((found >= 0).all())
+
+
+# Distillation
+
+
+def test_softened_kl_by_hand() -> None:
+    teacher, student = torch.tensor([[0.0, 2 * math.log(3)]]), torch.tensor([[5.0, 5.0]])
+    expected = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)  # T = 2: softmax(0, log 3) = (1/4, 3/4)
+    assert float(softened_kl(student, teacher, 2.0)) == pytest.approx(expected)
+
+
+def test_distillation_without_an_anchor_reaches_the_teacher_and_with_a_huge_one_stays() -> None:
+    site, spec = striped_site("a"), small_spec("mlp", width=0.1)
+    start, teacher = random_parcel("a", spec, 1), random_parcel("b", spec, 2)
+    with torch.no_grad():
+        logits = {part: 3 * teacher.network()(spec.prepare(getattr(site, part).images)) for part in ("train", "val")}
+    distances = {}
+    for anchor in (0.0, 0.01, 1e6):
+        settings = quick(anchor=anchor, lr=0.5, distill_epochs=40, patience=40, temperature=1.0)
+        stack = Stack.of(spec, [start.weights], "cpu")
+        problem = Distilled(stack, logits["train"], settings, logits["val"])
+        rows = torch.arange(len(site.train))
+        before = float(problem.data_term(stack.logits(spec.prepare(site.train.images)).detach(), rows, rows))
+        tuned = tune(stack, problem, site, settings, 40, (0, "distill"))
+        after = float(problem.data_term(tuned.stack.logits(spec.prepare(site.train.images)).detach(), rows, rows))
+        moved = sum(
+            float((tuned.stack.parameters[n].detach()[0] - start.weights[n]).square().sum())
+            for n in tuned.stack.parameters
+        )
+        distances[anchor] = moved
+        if anchor == 0:
+            assert problem.penalty(stack.parameters) is None
+            assert after < 0.1 * before
+        if anchor == 1e6:
+            assert moved < 1e-6
+    assert distances[0.0] > distances[0.01] > distances[1e6]
+
+
+def test_the_anchor_is_the_sum_of_squares_times_lambda() -> None:
+    spec = small_spec("mlp", width=0.1)
+    stack = Stack.of(spec, [random_parcel("a", spec).weights], "cpu")
+    problem = Distilled(stack, torch.zeros(4, 3), quick(anchor=0.01))
+    moved = {n: t.detach() + 2 for n, t in stack.parameters.items()}
+    penalty = problem.penalty(moved)
+    assert penalty is not None
+    assert float(penalty) == pytest.approx(0.01 * 4 * spec.parameter_count(), rel=1e-4)
+
+
+# Theorems
+
+
+@given(st.integers(2, 6), st.floats(0.5, 8), st.integers(0, 50))
+def test_our_form_of_theorem_1_holds(classes: int, temperature: float, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    student, teacher = 3 * torch.randn(20, classes, generator=rng), 3 * torch.randn(20, classes, generator=rng)
+    labels = torch.randint(classes, (20,), generator=rng)
+    said = theorem_1(student, teacher, labels, temperature)
+    assert said["logit_gap"] <= said["logit_bound"] * (1 + 1e-9)
+    assert said["risk_gap"] <= said["ours"] * (1 + 1e-9)
+
+
+def test_theorem_1_as_printed_by_hand() -> None:
+    student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, math.log(3)]])
+    said = theorem_1(student, teacher, torch.tensor([1]), 1.0)
+    kl = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    assert said["kd_loss"] == pytest.approx(kl)
+    assert said["least_probability"] == pytest.approx(0.25)
+    assert said["printed"] == pytest.approx(math.sqrt(2) * 2 * 1 / (0.25 * 0.75) * (kl / 2 + 1 / 8))
+    assert said["ours"] == pytest.approx(math.sqrt(2) * 4 * math.hypot(0.25, 0.25))
+    assert said["risk_gap"] == pytest.approx(math.log(1.5))
+
+
+def test_theorem_2_contracts_only_under_its_rate() -> None:
+    said = theorem_2(0.1, 1.0, 2.0)
+    assert said["factor"] == pytest.approx(1 - 0.2 + 0.08)
+    assert said["largest_rate"] == pytest.approx(0.25)
+    assert not said["says_nothing"]
+    assert theorem_2(0.25, 1.0, 2.0)["says_nothing"]
+    assert theorem_2(0.1, 0.0, 2.0)["says_nothing"]
+
+
+def test_smoothness_finds_the_anchors_curvature_where_nothing_else_bends() -> None:
+    """A teacher equal to the student and a huge anchor: the Hessian is 2 lambda times the identity, but for the small
+    Fisher part."""
+    spec, site = small_spec("mlp", width=0.1), striped_site("a")
+    stack = Stack.of(spec, [random_parcel("a", spec).weights], "cpu")
+    with torch.no_grad():
+        teacher = stack.logits(spec.prepare(site.train.images))[0]
+    problem = Distilled(stack, teacher, quick(anchor=1000.0))
+    assert smoothness(stack, problem, site.train.images, rounds=4) == pytest.approx(2000, rel=0.01)

@@ -1,0 +1,571 @@
+"""The HTML report: right numbers, well-formed, nothing runs, nothing is fetched, same input same bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyby.errors import BadInput
+from flyby.report import figures
+from flyby.report.page import natural, size
+from flyby.report.report import RunData, build_html, write_report
+from flyby.report.trajectories import lambda_panels
+
+SITES = ("site-0", "site-1", "site-2")
+CLASSES = ("cat", "dog", "<script>alert(1)</script>", "$x_")
+COUNTS = {"site-0": [40, 0, 3, 1], "site-1": [0, 777, 2, 0], "site-2": [5, 5, 5, 5]}
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask about, and fails on a tag that is not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.bold: list[str] = []
+        self.table: list[list[str]] | None = None
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.table = self.tables.setdefault(dict(attrs).get("id") or f"table-{len(self.tables)}", [])
+        if tag == "tr" and self.table is not None:
+            self.table.append([])
+        if tag in ("td", "th") and self.table is not None:
+            self.table[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if {"td", "th"} & set(self.open) and self.table:
+            self.table[-1][-1] += data
+        if self.open and self.open[-1] == "b":
+            self.bold.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    base = {
+        "method": "fedavg",
+        "objective": "supervised",
+        "fusion": "fedavg",
+        "model": "cnn-small",
+        "data": "digits",
+        "split": "dirichlet",
+        "split_hash": "0123456789abcdef",
+        "clients": 3,
+        "alpha": 0.1,
+        "epochs": 4,
+        "seed": 0,
+        "accuracy": 0.8734,
+        "per_client": {"site-0": 0.5, "site-1": 1.0, "site-2": 0.75},
+        "local_accuracy": {"site-0": 0.31, "site-1": 0.25, "site-2": 0.22},
+        "per_class": {"0": 0.9, "1": 0.8, "2": None, "3": 0.1},
+        "uploads": 3,
+        "bytes_up": 370368,
+        "bytes_down": 0,
+        "seconds": {"train": 12.3, "fuse": 0.1, "evaluate": 0.2, "total": 13.04},
+        "samples_per_second": 5300.0,
+        "versions": {"flyby": "0.1.0", "torch": "2.13.0"},
+        "command": 'flyby run --method fedavg --data "my  data"',
+        "hardware": "2 CPU cores",
+    }
+    return base | changes
+
+
+def make_run(
+    folder: Path, *, rows: dict[str, Any] | None = None, crossings: list[dict[str, Any]] | None = None, **changes: Any
+) -> Path:
+    folder.mkdir(parents=True)
+    sent = [{"sender": site, "receiver": "server", "bytes": 123456, "digest": "ab" * 32, "round": 0} for site in SITES]
+    metrics = [
+        {"site": site, "epoch": epoch, "loss": 2.0 / epoch + i, "train_accuracy": 0.2 * epoch} | (rows or {})
+        for i, site in enumerate(SITES)
+        for epoch in range(1, 5)
+    ]
+    files = {
+        "result": result(**changes),
+        "config": {"method": "fedavg", "train": {"lr": 0.05}},
+        "split": {
+            "name": "dirichlet",
+            "hash": "0123456789abcdef",
+            "class_names": CLASSES,
+            "counts": COUNTS,
+            "sites": {"site-0": [987654321]},
+        },
+        "ledger": {"crossings": sent if crossings is None else crossings},
+    }
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    return folder
+
+
+def page_of(folder: Path) -> Page:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    return Page(path.read_text())
+
+
+def test_the_result_table_holds_the_numbers(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run"))
+    head, row = page.tables["results"]
+    assert head == ["Method", "Fusion rule", "Accuracy %", "Own-test accuracy %, mean", "Uploads", "MB up", "Seconds"]
+    assert row == ["fedavg", "fedavg", "87.3", "75.0", "3", "0.37", "13.0"]
+    assert "87.3 % test accuracy after the last epoch" in page.text
+    assert "Time spent: train 12.3 s, fuse 0.10 s, evaluate 0.20 s." in page.text
+
+
+def test_site_table_and_communication(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run"))
+    clients = page.tables["clients"]
+    assert clients[1] == ["site-0", "44", "50.0", "31.0"]
+    assert clients[-1] == ["Mean", "281", "75.0", "26.0"]  # (44 + 779 + 20) / 3
+    sent = page.tables["communication"]
+    assert sent[1] == ["site-0", "server", "abababababab", "123 kB"]
+    assert sent[-1] == ["Total", "3 crossings", "", "370 kB"]
+    assert "Every pair crossed once. Nothing was sent back down." in page.text
+
+
+def test_long_ledgers_are_cut_after_twenty_rows_and_repeats_are_named(tmp_path: Path) -> None:
+    crossings = [
+        {"sender": f"site-{i}", "receiver": "server", "bytes": 1000, "digest": "", "round": 1} for i in (*range(24), 3)
+    ]
+    page = page_of(make_run(tmp_path / "run", crossings=crossings))
+    rows = page.tables["communication"]
+    assert len(rows) == 1 + 20 + 2
+    assert rows[0] == ["From", "To", "Round", "Digest", "Size"]
+    assert rows[-2][0] == "… and 5 more"
+    assert rows[-1] == ["Total", "25 crossings", "", "", "25 kB"]
+    assert "Crossed more than once: site-3 → server." in page.text
+    assert "Every pair" not in page.text
+
+
+def test_every_figure_speaks_and_no_id_is_used_twice(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", rows={"lambda": 7.5, "loss_align": 0.5}))
+    drawings = [attrs for tag, attrs in page.tags if tag == "svg"]
+    assert len(drawings) == 5  # holdings, classes, training, lambda, its terms
+    assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in drawings)
+    ids = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
+    assert len(ids) == len(set(ids))
+    known = {f"#{name}" for name in ids}
+    refs = [
+        value
+        for _, attrs in page.tags
+        for key in ("href", "xlink:href")
+        if (value := attrs.get(key)) and value.startswith("#")
+    ]
+    clips = [
+        f"#{name}" for _, attrs in page.tags for name in re.findall(r"url\(#([^)]+)\)", attrs.get("clip-path") or "")
+    ]
+    assert refs
+    assert clips
+    assert set(refs) | set(clips) <= known
+
+
+def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
+    evil = '"><img src=x onerror=alert(1)><script>alert(2)</script>'
+    extra = [
+        {"title": evil, "text": evil, "table": {"columns": [evil, "value"], "rows": [[evil, 0.123456], ["b", None]]}}
+    ]
+    folder = make_run(
+        tmp_path / "run", method=evil, hardware=evil, command=evil, per_client={evil: 0.5}, versions={evil: evil}
+    )
+    (folder / "extra.json").write_text(json.dumps(extra))
+    (folder / "metrics.jsonl").write_text(json.dumps({"site": evil, "epoch": 1, "loss": 1.0}) + "\n")
+    page = page_of(folder)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "img", "iframe", "object", "embed", "base", "form"}
+    assert not [key for _, attrs in page.tags for key in attrs if key.startswith("on")]
+    outside = [
+        value
+        for _, attrs in page.tags
+        for key in ("src", "href", "xlink:href")
+        if (value := attrs.get(key)) and value[0] != "#"
+    ]
+    assert all(value.startswith("data:") for value in outside)
+    assert "<script>alert(1…" in page.text  # the class name, as words
+    assert "0.1235" in page.text
+    policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+
+
+def test_an_extra_section_may_carry_a_drawing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    svg = figures.run_bars("mine", "Two <rules> compared", ["a", "b"], [10.0, 20.0])
+    sections = [
+        {"title": "Rules", "text": "Both rules.", "svg": svg},
+        {"title": "No drawing", "text": "Words.", "svg": None},
+    ]
+    (folder / "extra.json").write_text(json.dumps(sections))
+    text = write_report(folder).read_text()
+    assert text.count(svg) == 1
+    page = Page(text)
+    drawings = [attrs for tag, attrs in page.tags if tag == "svg"]
+    assert len(drawings) == 4  # holdings, classes, training, ours
+    assert drawings[-1]["aria-label"] == "Two <rules> compared"
+    ids = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
+    assert len(ids) == len(set(ids))
+
+
+def test_command_is_kept_word_for_word_and_indices_stay_out(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path / "run")).read_text()
+    assert "--data &quot;my  data&quot;" in text
+    assert "987654321" not in text
+
+
+def test_same_files_same_bytes_and_small(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rows={"lambda": 7.5, "lambda_align": 2.5})
+    first = write_report(folder).read_bytes()
+    assert write_report(folder).read_bytes() == first
+    assert len(first) < 200_000
+    assert not list(folder.glob(".*"))
+
+
+def test_result_alone_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(
+        json.dumps({"method": "local", "split_hash": "00", "accuracy": 0.5, "seconds": 2.5, "fusion": None})
+    )
+    page = page_of(tmp_path)
+    assert page.tables["results"][1] == ["local", "–", "50.0", "–", "–", "–", "2.5"]
+    assert set(page.tables) == {"results"}
+    assert "svg" not in {tag for tag, _ in page.tags}
+
+
+@pytest.mark.parametrize("absent", ["config.json", "split.json", "metrics.jsonl", "ledger.json"])
+def test_a_missing_file_leaves_out_its_section_only(tmp_path: Path, absent: str) -> None:
+    folder = make_run(tmp_path / "run")
+    whole = page_of(folder).text
+    (folder / absent).unlink()
+    page = page_of(folder)
+    heading = {
+        "config.json": "Full configuration",
+        "split.json": "Who holds what",
+        "metrics.jsonl": "Training loss",
+        "ledger.json": "Communication",
+    }
+    assert heading[absent] in whole
+    assert heading[absent] not in page.text
+    assert "results" in page.tables
+
+
+def test_comparison_marks_the_best_and_shows_a_shared_split_once(tmp_path: Path) -> None:
+    for name, accuracy in (("run-10", 0.512), ("run-2", 0.734), ("run-1", 0.25)):
+        make_run(tmp_path / "all" / name, method=name, accuracy=accuracy)
+    (tmp_path / "all" / ".part").mkdir()
+    (tmp_path / "all" / "notes").mkdir()
+    page = page_of(tmp_path / "all")
+    rows = page.tables["results"]
+    assert [row[0] for row in rows] == ["Run", "run-1", "run-2", "run-10"]
+    assert [row[3] for row in rows[1:]] == ["25.0", "73.4", "51.2"]
+    assert "73.4" in page.bold
+    assert not {"25.0", "51.2", "75.0"} & set(page.bold)  # equal columns have no best
+    assert "run-2 , 22.2 points above the next, run-10" in page.text
+    labels = [attrs["aria-label"] or "" for tag, attrs in page.tags if tag == "svg"]
+    assert sum("held by" in label for label in labels) == 1
+    assert "Test accuracy by run: run-1 25.0 %; run-2 73.4 %; run-10 51.2 %" in labels
+    assert "All runs share one split" in page.text
+    assert page.tables["clients"][0] == ["", "run-1", "run-2", "run-10"]
+    assert len({len(row) for row in page.tables["clients"][1:]}) == 1
+
+
+def test_comparison_over_different_splits_says_so(tmp_path: Path) -> None:
+    make_run(tmp_path / "all" / "a", split_hash="a" * 16)
+    make_run(tmp_path / "all" / "b", split_hash="b" * 16, seed=1)
+    page = page_of(tmp_path / "all")
+    assert "do not all share one split" in page.text
+    assert "They differ in seed." in page.text
+    assert sum("held by" in (attrs["aria-label"] or "") for tag, attrs in page.tags if tag == "svg") == 2
+    assert "a and b , level" in page.text
+
+
+def test_bad_folders_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"neither result\.json nor run folders"):
+        write_report(tmp_path)
+    with pytest.raises(BadInput, match=r"neither result\.json nor run folders"):
+        write_report(tmp_path / "absent")
+    (tmp_path / "result.json").write_text("[]")
+    with pytest.raises(BadInput, match="does not hold a JSON object"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_metrics_line_cut_short_is_passed_over_only_at_the_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    good = json.dumps({"site": "site-0", "epoch": 1, "loss": 1.0})
+    (folder / "metrics.jsonl").write_text(good + '\n{"site": "si')
+    assert RunData.read(folder).metrics == [json.loads(good)]
+    (folder / "metrics.jsonl").write_text('{"site"\n' + good + "\n")
+    with pytest.raises(BadInput, match="line 1 is not JSON"):
+        write_report(folder)
+
+
+def test_lambda_section_has_the_manual_schedule_and_the_product(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rows={"lambda": 4.0, "loss_align": 0.5})
+    text = write_report(folder).read_text()
+    assert "a manual schedule, 18 → 0" in text
+    plain = write_report(make_run(tmp_path / "plain")).read_text()
+    assert "manual schedule" not in plain
+    weight, term = lambda_panels(RunData.read(folder))
+    assert list(weight.guide) == [(0.0, 18.0), (4.0, 0.0)]  # 18 (1 - epoch / 4), the `linear` weighting
+    assert term.lines["site-1"] == [(epoch, 2.0) for epoch in (1.0, 2.0, 3.0, 4.0)]
+
+
+LAMBDA = {"lambda": 3.0, "loss_align": 0.5}
+
+
+def svg_of(page_text: str, label: str) -> str:
+    """The one drawing whose spoken name begins so."""
+    (found,) = re.findall(rf'<svg role="img" aria-label="{re.escape(label)}.*?</svg>', page_text, flags=re.S)
+    return str(found)
+
+
+def shown_in(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_a_high_manual_line_does_not_flatten_the_sites(tmp_path: Path) -> None:
+    low = shown_in(svg_of(write_report(make_run(tmp_path / "low", rows=LAMBDA)).read_text(), "λ and λ · L_align"))
+    assert "↖ from 18" in low  # the frame ends at 3 / 0.6 = 5, and says where the dashed line comes from
+    assert {"4", "5"} & set(low)
+    assert not {"8", "12", "15", "16", "18"} & set(low)
+    high = shown_in(
+        svg_of(
+            write_report(make_run(tmp_path / "high", rows={**LAMBDA, "lambda": 9.5})).read_text(), "λ and λ · L_align"
+        )
+    )
+    assert not [text for text in high if "from 18" in text]  # half the frame or more: the whole line is there
+    assert {"15", "16"} & set(high)
+    nothing = write_report(make_run(tmp_path / "zero", rows={**LAMBDA, "lambda": 0.0})).read_text()
+    assert "a manual schedule" in nothing
+
+
+def test_an_exploded_lambda_is_drawn_on_a_log_scale(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rows=LAMBDA)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["lambda"] = 1e6
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = shown_in(svg_of(write_report(folder).read_text(), "λ and λ · L_align"))
+    assert {"λ, the weight of alignment (log scale)", "10", "1000", "1e5"} <= set(shown)
+
+
+def test_lists_in_metrics_are_passed_over(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {
+        **LAMBDA,
+        "proto_norms": [1.0, 2.0],
+        "loss_local": [3.0],
+        "proto_norm": 1.5,
+        "kind": "x",
+        "flag": True,
+    }
+    text = write_report(make_run(tmp_path / "run", rows=rows)).read_text()
+    shown = shown_in(svg_of(text, "L_align and Prototype norm"))
+    assert "Prototype norm, mean over classes" in shown
+    assert "L_local" not in shown
+
+
+def test_runs_of_one_training_share_their_curves(tmp_path: Path) -> None:
+    for name in ("ensemble", "fedavg"):
+        make_run(tmp_path / "all" / name, method=name)
+    make_run(tmp_path / "all" / "aurora", method="aurora", rows=LAMBDA | {"loss": 9.0})
+    page = page_of(tmp_path / "all")
+    labels = [attrs["aria-label"] or "" for tag, attrs in page.tags if tag == "svg"]
+    assert [label.partition("sites, ")[2] for label in labels if label.startswith("Training loss")] == [
+        "aurora",
+        "ensemble and fedavg",
+    ]
+    assert "ensemble and fedavg (one training for all)" in page.text
+    assert sum(label.startswith("λ") for label in labels) == 1
+    assert not [label for label in labels if label.startswith("L_align")]  # the terms are for a single run's page
+
+
+CHECKPOINTS = [{"epoch": 2, "accuracy": 0.9}, {"epoch": 1, "accuracy": 0.85}]
+
+
+def test_what_stopping_earlier_would_have_given(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path / "run", checkpoints=CHECKPOINTS)).read_text()
+    page = Page(text)
+    assert "Had they stopped earlier" in page.text
+    assert "Accuracy if the sites had stopped earlier (offline; nothing was sent)" in page.text
+    assert "85.0 % after epoch 1, 90.0 % after epoch 2." in page.text
+    svg = svg_of(text, "Accuracy if the sites had stopped earlier: run 85.0 % at epoch 1, 90.0 % at epoch 2")
+    assert {"1", "2", "80 %", "100 %"} <= set(shown_in(svg))
+    assert "run" not in shown_in(svg)  # one line needs no legend
+    make_run(tmp_path / "all" / "a", checkpoints=CHECKPOINTS)
+    make_run(tmp_path / "all" / "b", checkpoints=[{"epoch": 1, "accuracy": 0.3}, {"epoch": 2, "accuracy": 0.6}])
+    make_run(tmp_path / "all" / "c")
+    svg = svg_of(write_report(tmp_path / "all").read_text(), "Accuracy if the sites had stopped earlier: a 85.0 %")
+    assert {"a", "b", "0 %"} <= set(shown_in(svg))
+    assert "c" not in shown_in(svg)
+
+
+MEASURED = {
+    "feature_agreement": 0.32,
+    "drift": 0.113,
+    "proto_consistency": 0.03179,
+    "proto_matrix_std": 0.989,
+    "inter_client_std": 0.0431,
+}
+
+
+def test_how_alike_the_sites_became(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", consistency=MEASURED))
+    assert page.tables["consistency"] == [
+        ["Measure", "More alike if", "Value"],
+        ["Feature agreement", "higher", "0.320"],
+        ["Drift", "lower", "0.113"],
+        ["Prototype consistency", "lower", "0.0318"],
+        ["Std of the mean prototypes", "–", "0.989"],
+        ["Std between sites", "lower", "0.0431"],
+    ]
+    assert "mean linear CKA between two sites’ features of the same held-out images" in page.text
+
+
+def test_a_comparison_has_a_column_a_run_and_explains_only_what_it_shows(tmp_path: Path) -> None:
+    make_run(tmp_path / "all" / "aurora", consistency=MEASURED)
+    make_run(tmp_path / "all" / "fedavg", consistency={"feature_agreement": 0.25, "drift": 100.0, "new": 1.0})
+    make_run(tmp_path / "all" / "old")
+    rows = page_of(tmp_path / "all").tables["consistency"]
+    assert rows[0] == ["Measure", "More alike if", "aurora", "fedavg"]
+    assert [row[2:] for row in rows[1:4]] == [["0.320", "0.250"], ["0.113", "100"], ["0.0318", "–"]]
+    plain = page_of(make_run(tmp_path / "plain", consistency={"drift": 0.5}))
+    assert [row[0] for row in plain.tables["consistency"]] == ["Measure", "Drift"]
+    assert "CKA" not in plain.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoints": None, "consistency": None},
+        {"checkpoints": [], "consistency": {}},
+        {"checkpoints": {"epoch": 1}, "consistency": [1]},
+        {"checkpoints": [3, {"epoch": 1}, {"epoch": "x", "accuracy": 0.5}], "consistency": {"drift": None, "new": 1.0}},
+    ],
+)
+def test_odd_or_empty_facts_leave_their_section_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+    page = page_of(make_run(tmp_path / "run", **changes))
+    assert "stopped earlier" not in page.text
+    assert "How alike" not in page.text
+
+
+def test_many_sites_and_classes_become_one_picture_with_the_counts_beside_it() -> None:
+    rng = np.random.default_rng(0)
+    counts = {f"site-{i}": rng.integers(0, 500, 100).tolist() for i in range(70)}
+    rows = [{"site": site, "epoch": epoch, "loss": 1 / epoch} for site in counts for epoch in range(1, 301)]
+    run = RunData(
+        "big", result(), split={"class_names": [f"class {i}" for i in range(100)], "counts": counts}, metrics=rows
+    )
+    text = build_html([run], "big")
+    assert len(text) < 600_000
+    page = Page(text)
+    assert "Each faint line is one of 70 sites" in page.text
+    numbers = next(table for table in page.tables.values() if table[0][:3] == ["Site", "Total", "class 0"])
+    assert numbers[70] == ["site-69", f"{sum(counts['site-69']):,}", *(str(n) if n else "" for n in counts["site-69"])]
+    assert any(
+        (attrs.get("xlink:href") or "").startswith("data:image/png") for tag, attrs in page.tags if tag == "image"
+    )
+
+
+def test_small_grid_prints_every_count(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path / "run")).read_text()
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    assert {"40", "777", "3", "779"} <= set(shown)
+    assert "$x_" in shown
+    assert "DejaVu" not in text
+
+
+@pytest.mark.parametrize(
+    ("total", "text"),
+    [(None, "–"), (0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (999_600, "1,000 kB"), (44_700_000, "44.7 MB")],
+)
+def test_sizes(total: float | None, text: str) -> None:
+    assert size(total) == text
+
+
+def test_natural_order() -> None:
+    assert sorted(["site-10", "b", "10", "site-2", "site-2b", "9"], key=natural) == [
+        "9",
+        "10",
+        "b",
+        "site-2",
+        "site-2b",
+        "site-10",
+    ]
+
+
+@settings(max_examples=12, deadline=None)
+@given(name=st.text(max_size=40), site=st.text(max_size=20))
+def test_any_text_gives_a_well_formed_page(name: str, site: str) -> None:
+    run = RunData(
+        name,
+        result(method=name, per_client={site: 0.5}, per_class={name: 0.25, site: 1.0}),
+        split={"class_names": [name, site], "counts": {site: [3, 0]}},
+        metrics=[{"site": site, "epoch": 1, "loss": 0.5}],
+        extra=[{"title": name, "text": site}],
+    )
+    page = Page(build_html([run], name))
+    page.text.encode()
+    assert page.tables["results"][1][2] == "87.3"
+    assert "script" not in {tag for tag, _ in page.tags}
+
+
+@given(st.text(), st.integers(2, 30))
+def test_clean_is_one_printable_line_within_its_limit(text: str, limit: int) -> None:
+    shown = figures.clean(text, limit)
+    assert len(shown) <= limit
+    assert shown.isprintable()
+    assert shown == figures.clean(shown, limit)
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+def test_in_a_browser(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    path = write_report(make_run(tmp_path / "run", rows={"lambda": 7.5, "loss_align": 0.5}))
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command = [BROWSER, *flags, "--enable-logging=stderr", "--v=0", "--dump-dom", path.resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    page = Page(done.stdout)
+    assert page.tables["results"][1][2] == "87.3"
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

@@ -1,0 +1,108 @@
+"""Studies of FOL: variants as an axis, tables by node and round, statistics with options, stems that fit the images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from factories import make_npz, random_parcel, small_spec, striped_site
+from flyby.errors import BadInput
+from flyby.objectives.supervised import Supervised, SupervisedSettings
+from flyby.runs.config import make_config, plan
+from flyby.statistics.catalogue import computed, named
+from flyby.study.grid import Study, cells
+from flyby.study.orient_tables import node_tables
+
+
+def row(
+    method: str, seed: int, nodes: dict[str, tuple[float, list[float], list[float]]], variant: str = ""
+) -> dict[str, Any]:
+    by_round = {
+        name: {"images": 20, "local": local, "student": s, "teacher": t} for name, (local, s, t) in nodes.items()
+    }
+    return {"method": method, "seed": seed, "by_round": by_round, "seconds": 12.3, "hardware": "an abacus"} | (
+        {"variant": variant} if variant else {}
+    )
+
+
+def test_a_node_table_by_hand() -> None:
+    rows = [
+        row("fol", 0, {"a": (0.5, [0.6, 0.7], [0.8, 0.9]), "b": (0.7, [0.7, 0.7], [0.7, 0.8])}),
+        row("fol", 1, {"a": (0.6, [0.6, 0.9], [0.8, 0.9]), "b": (0.7, [0.7, 0.7], [0.7, 0.8])}),
+        row("gossip", 0, {"a": (0.5, [0.1, 0.2], [0.1, 0.2]), "b": (0.7, [0.3, 0.4], [0.3, 0.4])}),
+    ]
+    figures = [
+        {"method": "FOL (E=2)", "node": n, "value": v, "source": "Table 1"} for n, v in ((13, 96.32), (28, 95.75))
+    ]
+    lines = node_tables(rows, figures)
+    assert lines[0] == "| method | a (20 images) | b (20 images) | mean | published |"
+    table = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in lines[2:]
+        if line.startswith("|")
+    }
+    assert table == {
+        "Local": ["55.00", "70.00", "62.50", ""],
+        "FOL (E=1)": ["60.00", "70.00", "65.00", ""],
+        "FOL (E=2)": ["80.00", "70.00", "75.00", "96.32 / 95.75"],
+        "FOL-A (E=1)": ["80.00", "70.00", "75.00", ""],
+        "FOL-A (E=2)": ["90.00", "80.00", "85.00", ""],
+        "FedAvg (E=1)": ["10.00", "30.00", "20.00", ""],
+        "FedAvg (E=2)": ["20.00", "40.00", "30.00", ""],
+    }
+    assert "seeds 0, 1; fol 12 s, gossip 12 s (an abacus)" in lines[-2]
+    assert lines[-1] == "Published, for its own nodes 13, 28: Table 1."
+
+
+def test_variants_have_tables_of_their_own() -> None:
+    nodes = {"a": (0.5, [0.6], [0.8])}
+    lines = node_tables([row("fol", 0, nodes, "split.replicas=0"), row("fol", 0, nodes, "split.replicas=3")], [])
+    assert [line for line in lines if line.startswith("###")] == ["### split.replicas=0", "### split.replicas=3"]
+
+
+def test_variants_are_an_axis_and_change_the_key() -> None:
+    study = Study(
+        title="t", methods=["fol"], splits=["fol"], variants=["split.replicas=0", "split.replicas=3;train.lr=0.5"]
+    )
+    first, second = cells(study)
+    assert (first.config.split.replicas, second.config.split.replicas) == (0, 3)
+    assert (first.config.train, second.config.train) == ({}, {"lr": 0.5})
+    assert (first.variant, second.variant) == tuple(study.variants)
+    assert first.key != second.key
+    (plain,) = cells(Study(title="t", methods=["fol"], splits=["fol"]))
+    assert plain.variant == ""
+
+
+def test_a_statistic_takes_options_after_a_colon() -> None:
+    assert named("kfac:samples=20;half=false") == ("kfac", {"samples": 20, "half": False})
+    spec, site = small_spec("mlp", width=0.1), striped_site("a")
+    network = random_parcel("a", spec).network()
+    some, again, other = (
+        computed(text, network, site, 0)
+        for text in ("kfac:samples=8;half=false", "kfac:samples=8;half=false", "kfac:half=false")
+    )
+    assert all(name.startswith("kfac.") for name in some)
+    assert all(torch.equal(some[name], again[name]) for name in some)
+    assert any(not torch.equal(some[name], other[name]) for name in some)
+    assert Supervised.provided(SupervisedSettings(send=("kfac:samples=8",))) >= {"kfac"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("kfak", "did you mean"), ("kfac:sample=3", "samples"), ("class-means:a=1", "class-means has no options")],
+)
+def test_a_wrong_statistic_or_option_is_refused(text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        named(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "stem"), [(32, [], "cifar"), (96, [], "imagenet"), (96, ["model.stem=cifar"], "cifar")]
+)
+def test_large_images_get_the_stem_for_them(tmp_path: Any, size: int, asked: list[str], stem: str) -> None:
+    path = make_npz(tmp_path / "data.npz", images=np.zeros((12, size, size, 3), np.uint8), labels=np.arange(12) % 2)
+    config = make_config("fedavg", data={"name": str(path)}, model="resnet18", assignments=asked)
+    assert plan(config, config.data.load()).recipe.spec.stem == stem
