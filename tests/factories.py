@@ -1,4 +1,5 @@
-"""What tests share: tiny datasets on disk, the command line called in this process or its own, small nodes and parcels."""
+"""What tests share: tiny datasets on disk, the command line called in this process or its own, small nodes and
+parcels."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def make_parquet(
     label_column: str = "label",
     file: str = "{split}-{shard:05d}-of-{shards:05d}.parquet",
 ) -> list[Path]:
-    """Parquet shards in the Hugging Face layout; an image given as bytes is stored as it is (so broken ones are easy)."""
+    """Parquet shards in the Hugging Face layout; an image given as bytes is stored as it is (so broken ones are
+    easy)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -27,7 +27,6 @@ from flyby.rng import generator, legacy_numpy, seed_of
 from flyby.settings import build, parse_assignment
 
 # -- canonical JSON
-# ---------------------------------------------------------------------------------------------------------------------
 
 values = st.recursive(
     st.none()
@@ -61,7 +60,6 @@ def test_canonical_by_hand() -> None:
 
 
 # -- whole or absent
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_takes_its_name_only_at_the_end(tmp_path: Path) -> None:
@@ -211,7 +209,6 @@ def test_file_digest(tmp_path: Path) -> None:
 
 
 # -- randomness
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_are_pinned() -> None:
@@ -255,7 +252,6 @@ def test_asking_for_a_generator_leaves_the_global_ones_alone() -> None:
 
 
 # -- settings
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 class Oven(BaseModel):
@@ -316,7 +312,6 @@ def test_assignments_that_are_none(text: str) -> None:
 
 
 # -- errors
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_exit_codes() -> None:

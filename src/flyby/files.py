@@ -163,7 +163,8 @@ def sole_writer(path: Path | str) -> Iterator[None]:
 
 
 def take_lock(handle: IO[Any], lock: Path, output: Path) -> None:
-    """Hold the open lock file, or refuse because somebody else does. A file system without locks is used without one."""
+    """Hold the open lock file, or refuse because somebody else does. A file system without locks is
+    used without one."""
     import fcntl
 
     try:

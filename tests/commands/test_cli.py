@@ -58,7 +58,6 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- what is answered
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_version_help_and_the_module(shelf: Path) -> None:
@@ -240,7 +239,6 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- bad input
-# --------------------------------------------------------------------------------------------------------------------------
 
 # Words after `flyby run --data stripes.npz --clients 2 --alpha 100`, and what the one line must say.
 BAD_SETTINGS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {

@@ -87,7 +87,6 @@ def python(code: str, cwd: Path, *flags: str) -> str:
 
 
 # -- docs/add-a-method.md
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +170,6 @@ def test_the_example_is_registered_and_its_settings_are_checked(example: ModuleT
 
 
 # -- docs/parcel.md
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_parcel_is_read_without_flyby(tmp_path: Path) -> None:
@@ -238,7 +236,6 @@ def test_codecs_have_the_sizes_and_errors_of_the_page() -> None:
 
 
 # -- docs/loading.md
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_fused_model_is_loaded_without_flyby(tmp_path: Path) -> None:
@@ -266,7 +263,6 @@ with torch.no_grad():
 
 
 # -- docs/splits.md
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_picture_of_the_splits_is_true(digits: DataBundle) -> None:
@@ -286,7 +282,6 @@ def test_the_picture_of_the_splits_is_true(digits: DataBundle) -> None:
 
 
 # -- docs/run-folder.md
-# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,6 @@ def rejected(name: str | Path, **options: Any) -> str:
 
 
 # -- digits
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_digits_are_scikit_learns_scaled_to_bytes() -> None:
@@ -91,7 +90,6 @@ def test_digits_32_is_digits_at_size_32() -> None:
 
 
 # -- Parquet
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
@@ -191,7 +189,6 @@ def test_a_column_becomes_groups(home: Path) -> None:
 
 
 # -- class folders
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_class_folders(home: Path) -> None:
@@ -233,7 +230,6 @@ def test_a_new_empty_class_folder_is_a_new_class(home: Path) -> None:
 
 
 # -- npz
-# --------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_npz(home: Path) -> None:
@@ -266,7 +262,6 @@ def test_npz_with_a_test_split(home: Path) -> None:
 
 
 # -- what a pixel becomes
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_mixed_sizes_need_a_size(home: Path) -> None:
@@ -354,7 +349,6 @@ def test_read_images_for_prediction(tmp_path: Path) -> None:
 
 
 # -- broken images
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_half_a_percent_broken_is_skipped_and_named(home: Path) -> None:
@@ -397,7 +391,6 @@ def test_all_broken_is_refused(home: Path) -> None:
 
 
 # -- holdout
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_holdout_is_stratified_ordered_and_repeatable(home: Path) -> None:
@@ -466,7 +459,6 @@ def test_holdout_is_a_share(share: float) -> None:
 
 
 # -- the cache
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_second_load_decodes_nothing_wherever_the_data_lies(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,7 +656,6 @@ def test_progress_is_a_bar_on_a_terminal(
 
 
 # -- bad input
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_names_are_met_with_near_ones(home: Path) -> None:
@@ -799,7 +790,6 @@ def test_bad_parquet_files(home: Path) -> None:
 
 
 # -- the hub
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_hub_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -850,7 +840,6 @@ def test_importing_is_cheap() -> None:
 
 
 # -- the real thing
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not (REAL / "hurricane").is_dir(), reason="the hurricane images are not here (set FLYBY_TEST_DATA)")

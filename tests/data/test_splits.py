@@ -51,7 +51,6 @@ def sizes(split: Split) -> list[int]:
 
 
 # -- what every split promises
-# ----------------------------------------------------------------------------------------------------------
 
 labels_lists = st.integers(2, 6).flatmap(
     lambda classes: st.lists(st.integers(0, classes - 1), min_size=40, max_size=300).filter(
@@ -115,7 +114,6 @@ def test_a_site_keeps_its_parts_whatever_the_others_do() -> None:
 
 
 # -- hashes
-# -----------------------------------------------------------------------------------------------------------------------------
 
 # Pinned: a change here means that every published split changes. Numpy's RandomState streams are frozen (NEP 19); ours
 # are too.
@@ -173,7 +171,6 @@ def test_the_hash_names_the_data_the_shares_and_the_copies() -> None:
 
 
 # -- each rule
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -321,7 +318,6 @@ def test_by_column_names_fit_files_and_parcels() -> None:
 
 
 # -- train, val and test of a site
-# ------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -364,11 +360,11 @@ def test_nothing_held_out_is_nothing_changed() -> None:
 
 
 # -- sites and their copies
-# -------------------------------------------------------------------------------------------------------------
 
 
 def stripes(count: int) -> Dataset:
-    """Images of one grey level each, which no crop or flip changes (jitter may): sample i has level 3 i, class i % 2."""
+    """Images of one grey level each, which no crop or flip changes (jitter may): sample i has level
+    3 i, class i % 2."""
     images = np.repeat(np.arange(count, dtype=np.uint8) * 3, 64).reshape(count, 8, 8, 1)
     return Dataset(images, np.arange(count) % 2, ("even", "odd"), "stripes")
 
@@ -430,7 +426,6 @@ def test_a_whole_site_uses_the_validation_images_there_are() -> None:
 
 
 # -- files
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -490,7 +485,6 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path, text: str) -> 
 
 
 # -- errors
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["dirichlet", "dirichlet-plain", "dirichlet-overlap", "dirichlet-client", "fol"])

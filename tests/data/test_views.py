@@ -45,7 +45,6 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 # -- nothing to do
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -92,7 +91,6 @@ def test_flip_takes_its_share_of_the_samples() -> None:
 
 
 # -- crops
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flip", [0.0, 1.0])
@@ -169,7 +167,6 @@ def test_view_v_of_sample_i_is_row_v_times_b_plus_i() -> None:
 
 
 # -- colours
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_brightness_multiplies_each_sample_by_a_factor_in_range() -> None:
@@ -252,7 +249,6 @@ def test_views_stay_in_the_range_of_images(settings: ViewSettings, channels: int
 
 
 # -- the contract
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])

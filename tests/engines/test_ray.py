@@ -116,7 +116,8 @@ def children(parent: int, name: str) -> list[int]:
 
 
 def working() -> dict[int, int]:
-    """Worker processes of this test's cluster that have a task of a run right now, with the node that each belongs to."""
+    """Worker processes of this test's cluster that have a task of a run right now, with the node that each belongs
+    to."""
     return {pid: node for node in children(os.getpid(), "raylet") for pid in children(node, "ray::_in_scratch")}
 
 
@@ -147,7 +148,6 @@ def uploads_of(jobs: list[Job]) -> list[bytes]:
 
 
 # -- settings, without a cluster
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_shares_of_a_machine_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,6 @@ def test_an_address_that_cannot_serve_is_one_line(data: Path, tmp_path: Path, mo
 
 
 # -- the bytes
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_sites_and_server_on_two_machines_give_the_bytes_of_inline(cluster: Any, data: Path, tmp_path: Path) -> None:
@@ -271,7 +270,6 @@ def test_images_are_placed_once_and_read_in_place(cluster: Any, data: Path, tmp_
 
 
 # -- deaths, errors, interruptions
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_worker_is_replaced_and_nothing_shows_it(cluster: Any, data: Path, tmp_path: Path) -> None:
@@ -386,7 +384,6 @@ def test_a_local_cluster_is_quiet_and_gone_afterwards(
 
 
 # -- studies
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:

@@ -73,7 +73,6 @@ def small(rule: str, **changes: Any) -> Distillation:
 
 
 # -- the generator
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,6 @@ def test_building_a_generator_leaves_the_global_one_alone() -> None:
 
 
 # -- L_BN and the teachers
-# --------------------------------------------------------------------------------------------------------------
 
 
 def direct_distance(weights: dict[str, Tensor], x: Tensor) -> float:
@@ -256,7 +254,6 @@ def test_synthesis_learns() -> None:
 
 
 # -- the losses
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_distillation_loss_by_hand() -> None:
@@ -337,7 +334,6 @@ def test_batches_have_one_shape_and_leave_nothing_out() -> None:
 
 
 # -- IntactOFL's gate
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_gate_by_hand() -> None:
@@ -384,7 +380,6 @@ def test_a_gated_predictor_survives_its_folder_and_its_export(tmp_path: Path) ->
 
 
 # -- what may be asked for
-# --------------------------------------------------------------------------------------------------------------
 
 
 def proxy_set(count: int, size: int = 8) -> Dataset:
@@ -552,7 +547,6 @@ def test_the_recipes_fit_together() -> None:
 
 
 # -- resume
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [*DATA_FREE, "feddf"])
@@ -601,7 +595,6 @@ def test_long_work_says_where_it_stands_and_saves(
 
 
 # -- whole, on digits
-# -------------------------------------------------------------------------------------------------------------------
 
 DIGITS = ModelSpec(name="cnn-small", classes=10, channels=1, size=(8, 8), widths={"conv1": 8, "conv2": 12, "conv3": 16})
 PROXY_IMAGES = 300
@@ -609,7 +602,8 @@ PROXY_IMAGES = 300
 
 @pytest.fixture(scope="module")
 def uploads(digits: DataBundle) -> tuple[Inbox, Dataset, float]:
-    """Five clients at alpha .3; 300 training images that no client holds, as proxy; the clients' mean accuracy alone."""
+    """Five clients at alpha .3; 300 training images that no client holds, as proxy; the clients'
+    mean accuracy alone."""
     rows = np.random.RandomState(0).permutation(len(digits.train))
     held, rest = np.sort(rows[:PROXY_IMAGES]), np.sort(rows[PROXY_IMAGES:])
     data, proxy = (

@@ -100,7 +100,6 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 # -- IFFI
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["size", "uniform", "noise"])
@@ -171,7 +170,6 @@ def test_iffis_noise_depends_on_the_seed_alone() -> None:
 
 
 # -- experts
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def experts_by_loops(
@@ -274,7 +272,6 @@ def test_experts_ask_for_what_they_need_by_name() -> None:
 
 
 # -- the expert that is sure of everything
-# ----------------------------------------------------------------------------------------------
 
 HALVES = ModelSpec(name="mlp", classes=3, channels=1, size=(8, 8), widths={"fc1": 2, "fc2": 2}, head="prototype")
 
@@ -349,7 +346,6 @@ def test_calibration_silences_a_client_that_is_sure_of_everything() -> None:
 
 
 # -- scraps
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (8, 3), (32, 1), (32, 3), (9, 1)])
@@ -399,7 +395,6 @@ def test_patches_stay_whole_and_every_image_has_an_order_of_its_own() -> None:
 
 
 # -- the table of calibration
-# -----------------------------------------------------------------------------------------------------------
 
 
 def site_with(counts: Sequence[int], size: int = 8, channels: int = 1) -> Site:
@@ -469,7 +464,6 @@ def test_at_most_so_many_images_of_a_class_are_looked_at(monkeypatch: pytest.Mon
 
 
 # -- class counts that say less
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_binary_and_noisy_counts_by_hand() -> None:
@@ -538,7 +532,6 @@ def test_the_manifest_says_what_its_counts_are_and_experts_take_them(digits: Dat
 
 
 # -- whole
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,6 @@ def scores(predictor: Predictor, x: Tensor) -> Tensor:
 
 
 # -- FedAvg
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("weights", "mean"), [("size", (30 * 1 + 10 * 5) / 40), ("uniform", 3.0)])
@@ -200,7 +199,6 @@ def test_two_hundred_parcels_take_the_memory_of_a_few() -> None:
 
 
 # -- what may be fused
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def refused(parcels: list[Parcel], rule: str = "fedavg") -> str:
@@ -240,7 +238,6 @@ def test_client_weights() -> None:
 
 
 # -- ensembles
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -286,7 +283,6 @@ def test_a_fused_predictor_predicts_at_once(kind: str) -> None:
 
 
 # -- BatchNorm recalibration
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(40, [40]), (257, [129, 128])])
@@ -333,7 +329,6 @@ def test_recalibration_refuses_images_of_another_shape() -> None:
 
 
 # -- the deployable folder
-# --------------------------------------------------------------------------------------------------------------
 
 SAVED: dict[str, Callable[[], Predictor]] = {
     "fedavg": lambda: FedAvg().fuse(Inbox([made("a"), made("b", seed=1)])),
@@ -442,7 +437,6 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
 
 
 # -- evaluation
-# -------------------------------------------------------------------------------------------------------------------------
 
 #                        right: yes             no               yes              yes
 SCORES = torch.tensor([[3.0, 1.0, 0.0], [0.0, 0.1, 0.2], [0.0, 9.0, 8.0], [1.0, 0.0, 0.5]])

@@ -100,7 +100,6 @@ def scores(predictor: Predictor, x: Tensor) -> Tensor:
 
 
 # -- class means
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_class_means_by_hand() -> None:
@@ -136,7 +135,6 @@ def test_class_means_travel_when_they_are_asked_for() -> None:
 
 
 # -- FedProto
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", ["none", "means"])
@@ -220,7 +218,6 @@ def test_class_means_that_do_not_fit_are_refused() -> None:
 
 
 # -- FedTGP
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_margin_by_hand() -> None:
@@ -261,7 +258,6 @@ def test_trained_prototypes_stand_apart_more_than_the_averaged_means() -> None:
 
 
 # -- the CVAE
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_kl_term_is_the_closed_form() -> None:
@@ -356,7 +352,6 @@ def test_a_site_of_colour_photographs_trains_in_half_precision() -> None:
 
 
 # -- sampling
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 class Flat(nn.Module):
@@ -418,7 +413,6 @@ def test_the_truncated_normal_keeps_its_limit_and_its_variance(limit: float) -> 
 
 
 # -- FedCVAE at the server
-# --------------------------------------------------------------------------------------------------------------
 
 
 def with_decoder(
@@ -516,7 +510,6 @@ def test_what_the_server_refuses() -> None:
 
 
 # -- whole
-# ------------------------------------------------------------------------------------------------------------------------------
 
 SMALL = ModelSpec(name="mlp", classes=10, channels=1, size=(8, 8), widths={"fc1": 64, "fc2": 32})
 
@@ -567,7 +560,6 @@ def test_the_same_upload_serves_plain_rules(uploads: list[Parcel]) -> None:
 
 
 # -- the catalogue
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_catalogue_is_complete() -> None:

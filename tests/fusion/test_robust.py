@@ -68,7 +68,6 @@ def weights_of(rule: str, inbox: Inbox, settings: Any = None) -> dict[str, Tenso
 
 
 # -- weights
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,6 @@ def test_a_minority_moves_a_median_only_within_the_others(values: list[float], w
 
 
 # -- answers
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def speaking(sender: str, probabilities: Sequence[float]) -> Parcel:
@@ -207,7 +205,6 @@ def test_a_robust_ensemble_mixes_architectures_and_survives_its_folder(tmp_path:
 
 
 # -- counts
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_capped_counts_by_hand() -> None:
@@ -270,7 +267,6 @@ def test_every_robust_rule_is_a_method() -> None:
 
 
 # -- what they are for
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def uploads(bundle: DataBundle, alpha: float) -> list[Parcel]:

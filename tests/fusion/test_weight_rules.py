@@ -102,7 +102,6 @@ def spd(n: int, seed: int, groups: int = 1) -> Tensor:
 
 
 # -- layers as matrices
-# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -140,7 +139,6 @@ def test_packed_matrices_come_back(n: int, groups: int, seed: int) -> None:
 
 
 # -- K-FAC
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_factors_of_a_perceptron_against_per_sample_gradients() -> None:
@@ -222,7 +220,6 @@ def test_the_cap_on_samples_draws_from_the_seed() -> None:
 
 
 # -- FedLPA
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @given(sites=st.integers(1, 4), outputs=st.integers(1, 4), inputs=st.integers(1, 5), seed=st.integers(0, 999))
@@ -363,7 +360,6 @@ def test_statistics_that_lack_or_do_not_fit_are_refused(
 
 
 # -- MA-Echo
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_recursion_is_the_closed_form() -> None:
@@ -475,7 +471,6 @@ def test_sites_that_agree_are_left_as_they_are_whatever_they_saw(name: str, rule
 
 
 # -- OT fusion
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_which_dimensions_a_group_of_neurons_lies_along() -> None:
@@ -583,7 +578,6 @@ def test_sites_that_began_differently_need_matching(digits: DataBundle) -> None:
 
 
 # -- whole
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_all_three_on_digits_beat_the_sites_alone(tmp_path: Path) -> None:

@@ -106,7 +106,6 @@ def number(value: float) -> Tensor:
 
 
 # -- anchors
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("classes", "dim"), [(2, 2), (10, 9), (10, 512), (100, 99), (100, 512), (2, 1), (3, 3)])
@@ -165,7 +164,6 @@ def test_a_projector_makes_room_for_more_classes_than_dimensions(objective: Obje
 
 
 # -- SupCon
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def supcon_by_loops(points: list[list[float]], labels: Sequence[int], tau: float) -> float:
@@ -240,7 +238,6 @@ def test_anchors_without_a_positive_give_no_gradient_and_no_nan() -> None:
 
 
 # -- SALT
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def salt_batch(n: int = 10, classes: int = 10) -> Batch:
@@ -338,7 +335,6 @@ def test_presets() -> None:
 
 
 # -- one AURORA step, by hand
-# -----------------------------------------------------------------------------------------------------------
 
 
 class Toy(nn.Module):
@@ -461,7 +457,6 @@ def test_two_steps_of_aurora_by_hand(
 
 
 # -- who may reach whom
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def leaves(value: Tensor) -> set[int]:
@@ -562,7 +557,6 @@ def test_the_sigma_gradient_in_closed_form_is_autograds(kind: str, anneal_on: st
 
 
 # -- Proposition 1 and the explosion
-# ----------------------------------------------------------------------------------------------------
 
 
 def simulate(
@@ -656,7 +650,6 @@ def test_annealing_the_data_term_makes_lambda_rise_and_the_log_term_fall() -> No
 
 
 # -- the rivals
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -782,7 +775,6 @@ def test_gradnorm_follows_the_ratio_of_the_gradients(digits: DataBundle) -> None
 
 
 # -- options
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_entropy_start_by_hand(digits: DataBundle) -> None:
@@ -866,7 +858,6 @@ def test_other_anchors_for_another_anchor_seed(digits: DataBundle) -> None:
 
 
 # -- training: odd sites, rows, resume, divergence
-# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -973,7 +964,6 @@ def test_the_extra_state_is_two_scalars_and_their_velocities(digits: DataBundle,
 
 
 # -- FedETF
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_fedetfs_balanced_softmax_by_hand() -> None:
@@ -1018,7 +1008,6 @@ def test_fedetf_learns_everything_but_its_anchors(digits: DataBundle) -> None:
 
 
 # -- recipes
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

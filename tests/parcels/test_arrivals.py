@@ -87,7 +87,6 @@ def inbox(tmp_path: Path) -> Path:
 
 
 # -- words
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_durations() -> None:
@@ -123,7 +122,6 @@ def test_a_duration_is_the_sum_of_its_parts(units: list[str], number: int) -> No
 
 
 # -- one look
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_partial_names_are_ignored_and_whole_files_taken(inbox: Path) -> None:
@@ -269,7 +267,6 @@ def test_names_of_strangers_are_printed_on_one_line(inbox: Path) -> None:
 
 
 # -- a wait
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_it_ends_as_soon_as_all_who_are_expected_are_there(inbox: Path) -> None:
@@ -384,7 +381,6 @@ def test_a_living_line_on_a_terminal(inbox: Path, monkeypatch: pytest.MonkeyPatc
 
 
 # -- the commands, with real processes
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,6 @@ def settled(
 
 
 # -- alone
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_honest_parcels_come_in_and_are_counted_once(honest: list[Parcel], images: Part, tmp_path: Path) -> None:
@@ -169,7 +168,6 @@ def test_giant_norms_are_refused_even_alone(honest: list[Parcel]) -> None:
 
 
 # -- together
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_norms_are_compared_with_the_others(honest: list[Parcel]) -> None:
@@ -227,7 +225,6 @@ def test_answers_must_be_finite_and_within_range(honest: list[Parcel]) -> None:
 
 
 # -- what a model knows
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_random_weights_and_flipped_labels_fail_where_there_are_labelled_images(
@@ -317,7 +314,6 @@ def test_answers_outside_a_models_own_claims_are_remarked_on(honest: list[Parcel
 
 
 # -- the commands
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

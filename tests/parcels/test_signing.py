@@ -82,7 +82,6 @@ def trust(keys: dict[str, PrivateKey]) -> Trust:
 
 
 # -- the numbers of the standard
-# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", VECTORS)
@@ -114,7 +113,6 @@ def test_the_block_is_version_key_signature_over_prefix_and_manifest(
 
 
 # -- what breaks one
-# --------------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -207,7 +205,6 @@ def test_a_key_signs_for_its_own_sender_only(keys: dict[str, PrivateKey]) -> Non
 
 
 # -- key files and the trust file
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_key_files_are_private_and_never_overwritten(tmp_path: Path) -> None:
@@ -312,7 +309,6 @@ def test_without_cryptography_one_line_says_what_to_install() -> None:
 
 
 # -- the commands
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_from_keys_to_a_signed_fusion(tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ def attack(place: Path, name: str, *assignments: str, **changes: Any) -> dict[st
 
 
 # -- who
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 @given(st.floats(0, 0.9), st.floats(0, 0.9), st.integers(0, 5))
@@ -89,7 +88,6 @@ def test_spared_ones_come_last_and_somebody_stays_honest() -> None:
 
 
 # -- what
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def forged(kind: str, jobs: list[Job], digits: DataBundle, split: Split, **settings: Any) -> tuple[parcel.Parcel, parcel.Parcel, Site]:
@@ -203,7 +201,6 @@ def test_success_by_hand() -> None:
 
 
 # -- runs
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_under_attack_leaves_the_honest_uploads_alone(place: Path) -> None:
@@ -261,7 +258,6 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 # -- the gate
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_gate_refuses_huge_weights_and_says_whose_they_were(place: Path) -> None:
@@ -289,7 +285,6 @@ def test_held_out_images_let_the_gate_see_random_weights(place: Path) -> None:
 
 
 # -- studies
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def small(**changes: Any) -> Study:
@@ -330,7 +325,6 @@ def test_a_study_of_attacks_and_its_table(tmp_path: Path) -> None:
 
 
 # -- populations
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_nodes_met_by_hand() -> None:

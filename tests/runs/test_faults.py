@@ -86,7 +86,6 @@ def half_written(folder: Path) -> list[str]:
 
 
 # -- kills
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_killed_at_random_moments_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -156,7 +155,6 @@ def test_without_that_step_a_folder_is_still_replaced_whole(tmp_path: Path, monk
 
 
 # -- a full disk
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 class FullDisk:
@@ -266,7 +264,6 @@ def test_a_copy_of_an_upload_is_whole_or_absent(reference: Path, tmp_path: Path,
 
 
 # -- a disk that cannot be written
-# ------------------------------------------------------------------------------------------------------
 
 
 def commands(folder: Path, data: Path, parcels: list[Path]) -> dict[str, tuple[object, ...]]:
@@ -292,7 +289,6 @@ def test_a_read_only_disk(data: Path, parcels: list[Path], tmp_path: Path) -> No
 
 
 # -- clocks
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_no_number_depends_on_the_time_of_day(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +305,6 @@ def test_no_number_depends_on_the_time_of_day(reference: Path, tmp_path: Path, m
 
 
 # -- two at once
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_one_process_an_output(data: Path, parcels: list[Path], tmp_path: Path) -> None:

@@ -63,7 +63,6 @@ def words(data: Path, out: Path, *more: object) -> tuple[object, ...]:
 
 
 # -- the numbers of the first milestone
-# -------------------------------------------------------------------------------------------------
 
 DIGITS = ("run", "--data", "digits", "--clients", 5, "--epochs", 20, "--seed", 0)
 
@@ -89,7 +88,6 @@ def test_ensemble_beats_fedavg_on_uneven_digits_and_the_uploads_are_trained_once
 
 
 # -- the run folder
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_folder_is_whole(data: Path, tmp_path: Path) -> None:
@@ -216,7 +214,6 @@ def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path) -> No
 
 
 # -- comparisons
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_comparison_trains_equal_uploads_once_and_is_the_runs_it_holds(data: Path, tmp_path: Path) -> None:
@@ -248,7 +245,6 @@ def test_a_comparison_refuses_a_folder_with_strange_files(data: Path, tmp_path: 
 
 
 # -- what a folder refuses
-# --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_holds_one_run(data: Path, tmp_path: Path) -> None:
@@ -320,7 +316,6 @@ def test_resume_writes_a_report_that_is_missing(data: Path, tmp_path: Path) -> N
 
 
 # -- one participant at a time
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_three_processes_do_what_one_run_does(tmp_path: Path) -> None:
@@ -393,7 +388,6 @@ def test_an_interrupted_site_goes_on_with_the_same_command(data: Path, tmp_path:
 
 
 # -- interruptions
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def long_words(data: Path, out: Path, engine: str) -> tuple[object, ...]:

@@ -60,7 +60,8 @@ def test_auc_is_scikit_learns(n: int, m: int, seed: int) -> None:
 
 
 def test_rates_by_hand() -> None:
-    """1,000 others at 0..999 and members at 988.5, 989.5, 998.5 and 2000: ten others lie above 989.5, one above 998.5."""
+    """1,000 others at 0..999 and members at 988.5, 989.5, 998.5 and 2000: ten others lie above 989.5, one above
+    998.5."""
     others = np.arange(1000.0)
     found = judged(floats(988.5, 989.5, 998.5, 2000), others, np.ones(1000), resamples=1)
     assert found["tpr_at_1_percent"] == 0.75

@@ -61,7 +61,6 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 
 # -- the grid
-# ---------------------------------------------------------------------------------------------------------------------------
 
 AXES: dict[str, list[Any]] = {
     "data": ["digits", "more.npz"],
@@ -217,7 +216,6 @@ def test_a_rule_may_need_what_the_study_asks_the_sites_for(monkeypatch: pytest.M
 
 
 # -- running it
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_uploads_are_trained_once_a_method_and_rows_say_what_was_done(finished: Path) -> None:
@@ -347,7 +345,6 @@ def test_ten_rules_on_one_set_of_uploads_train_nothing_twice(tmp_path: Path) -> 
 
 
 # -- merging
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
@@ -384,7 +381,6 @@ def test_a_merge_of_other_data_is_refused_and_changes_nothing(tmp_path: Path) ->
 
 
 # -- tables
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -525,7 +521,6 @@ def test_any_rows_give_a_well_formed_table(
 
 
 # -- the command line
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +573,6 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # -- how alike the clients are
-# ----------------------------------------------------------------------------------------------------------
 
 REAL = st.floats(-3, 3, allow_nan=False, width=32)
 
@@ -722,7 +716,6 @@ def test_what_does_not_apply_is_left_out() -> None:
 
 
 # -- snapshots, judged offline
-# ----------------------------------------------------------------------------------------------------------
 
 
 def words(data: Path | str, out: Path, *more: object) -> tuple[object, ...]:
@@ -813,7 +806,6 @@ def test_snapshots_come_in_the_order_of_the_sites_and_none_is_missing(
 
 
 # -- TensorBoard
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

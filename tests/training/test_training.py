@@ -77,7 +77,6 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # -- batches, by hand
-# -------------------------------------------------------------------------------------------------------------------
 
 
 @given(samples=st.integers(1, 200), batch=st.integers(1, 250), seed=st.integers(0, 99))
@@ -115,7 +114,6 @@ def test_batch_size(asked: int | None, preferred: int, samples: int, expected: i
 
 
 # -- schedules and weight decay, by hand
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,6 @@ def test_an_objectives_own_parameters_are_trained_without_decay() -> None:
 
 
 # -- it learns, and the same way each time
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [CNN, MLP])
@@ -236,7 +233,6 @@ def test_clipping_bounds_the_gradient(digits: DataBundle) -> None:
 
 
 # -- a second way
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plain_pytorch_loop_gives_the_same_weights(digits: DataBundle) -> None:
@@ -263,7 +259,6 @@ def test_a_plain_pytorch_loop_gives_the_same_weights(digits: DataBundle) -> None
 
 
 # -- interrupted and resumed
-# ------------------------------------------------------------------------------------------------------------
 
 
 def stop_after(epochs: int) -> Callable[[Any], None]:
@@ -340,7 +335,6 @@ def test_a_damaged_checkpoint_is_refused(digits: DataBundle, tmp_path: Path) -> 
 
 
 # -- patience
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_patience_stops_and_keeps_the_best_weights(digits: DataBundle, tmp_path: Path) -> None:
@@ -387,7 +381,6 @@ def test_validation_rows_without_patience_choose_nothing(digits: DataBundle) -> 
 
 
 # -- divergence
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_divergence_is_said_and_the_last_good_state_kept(digits: DataBundle, tmp_path: Path) -> None:
@@ -430,7 +423,6 @@ def test_weights_that_leave_the_finite_numbers_in_the_last_step_of_an_epoch_are_
 
 
 # -- odd sites
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("samples", "only"), [(1, None), (2, None), (3, None), (20, 7), (63, None), (65, None)])
@@ -455,7 +447,6 @@ def test_a_site_without_images_or_of_another_shape_is_refused(digits: DataBundle
 
 
 # -- the rest
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_bf16_runs_on_a_cpu(digits: DataBundle) -> None:

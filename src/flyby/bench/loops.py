@@ -97,7 +97,8 @@ Report = Callable[[int, float], None]  # steps done and their mean loss, once an
 
 
 def limit(work: Work, report: Report) -> None:
-    """The bare step: forward, backward and update of the same network on one fixed batch that is on the device already."""
+    """The bare step: forward, backward and update of the same network on one fixed batch that is on the device
+    already."""
     device, settings = torch.device(work.device), work.settings()
     torch.backends.cudnn.benchmark = True
     model = work.spec().build(generator("bench", "model")).to(device)

@@ -132,7 +132,8 @@ def keys(
     sites: Annotated[list[str], typer.Argument(help="The name of the site, or of several.")],
     as_json: Json = False,
 ) -> None:
-    """Key pairs by which the SuperLink knows its nodes: SITE-node.key stays at the site, SITE-node.pub is registered."""
+    """Key pairs by which the SuperLink knows its nodes: SITE-node.key stays at the site,
+    SITE-node.pub is registered."""
     from flyby.deploy.credentials import write_node_keys
 
     made = {site: write_node_keys(folder, site) for site in sites}

@@ -80,7 +80,8 @@ def trust(
     replace: Annotated[bool, typer.Option("--replace", help="Trust it in place of the sender's older keys.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Trust a public key as a sender's, after its fingerprint was compared by some other way than the one it came by."""
+    """Trust a public key as a sender's, after its fingerprint was compared by some other way than
+    the one it came by."""
     from flyby.parcels.signing import Trust, read_public
 
     known = Trust.load(trust_file) if trust_file.exists() else Trust()

@@ -50,7 +50,8 @@ Item = (
 
 @dataclass(frozen=True)
 class Part:
-    """One split of a source before decoding: its labels, its images in blocks, and how to name row ``i`` to a person."""
+    """One split of a source before decoding: its labels, its images in blocks, and how to name row
+    ``i`` to a person."""
 
     split: str
     labels: npt.NDArray[np.int64]
@@ -82,7 +83,6 @@ def root_of(cache: Path | None) -> Path:
 
 
 # -- the key
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def key_of(sources: Mapping[str, Path], settings: Mapping[str, Any], root: Path) -> str:
@@ -125,7 +125,6 @@ def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
 
 
 # -- entries
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def fetch(
@@ -223,7 +222,6 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 # -- building an entry
-# ------------------------------------------------------------------------------------------------------------------
 
 
 class _Colour(Exception):
@@ -384,7 +382,6 @@ def _bar(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
 
 
 # -- one image
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def decode(item: bytes | Path | Pixels, size: tuple[int, int] | None = None) -> Pixels:

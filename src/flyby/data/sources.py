@@ -207,7 +207,6 @@ def _array_blocks(images: Pixels, rows: npt.NDArray[np.int64] | None = None) -> 
 
 
 # -- digits
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def _digits(size: int | None, column: str | None) -> Source:
@@ -229,7 +228,6 @@ def _digits(size: int | None, column: str | None) -> Source:
 
 
 # -- npz
-# --------------------------------------------------------------------------------------------------------------------------------
 
 
 def _npz(path: Path, size: int | None, column: str | None) -> Source:
@@ -304,7 +302,6 @@ def _numbered(parts: Sequence[Part]) -> list[str]:
 
 
 # -- a folder of class folders
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _tree(root: Path, size: int | None, column: str | None) -> Source:
@@ -375,7 +372,6 @@ def _as_splits(found: Mapping[str, Held], name: str | Path) -> dict[str, Held]:
 
 
 # -- Parquet
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Source:
@@ -403,7 +399,6 @@ def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Sou
 
 
 # -- the Hugging Face hub
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def _download(name: str, root: Path) -> Path:

@@ -35,7 +35,8 @@ Turn = Annotated[float, Field(ge=0, le=0.5)]
 
 
 class ViewSettings(BaseModel):
-    """What is done to an image before the network sees it. All draws are per sample; normalisation is the ModelSpec's."""
+    """What is done to an image before the network sees it. All draws are per sample; normalisation is the
+    ModelSpec's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

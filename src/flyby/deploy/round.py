@@ -38,7 +38,8 @@ class _Plain(BaseModel):
         return self.model_dump(by_alias=True)
 
     def toml(self) -> str:
-        """One ``key = value`` line a setting; a JSON string (but for DEL), number or truth value is the same in TOML."""
+        """One ``key = value`` line a setting; a JSON string (but for DEL), number or truth value is
+        the same in TOML."""
         written = {
             key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             for key, value in self.scalars().items()

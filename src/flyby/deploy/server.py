@@ -266,7 +266,8 @@ def _regroup(roll: Roll) -> None:
 
 
 def _keep(roll: Roll, out: Path) -> None:
-    """The parcels and the ledger join the model in ``out``; without a model they are there alone, for ``flyby fuse``."""
+    """The parcels and the ledger join the model in ``out``; without a model they are there alone,
+    for ``flyby fuse``."""
     out.mkdir(parents=True, exist_ok=True)
     if roll.inbox.exists():
         os.replace(roll.inbox, out / "parcels")

@@ -1,4 +1,5 @@
-"""Engine ``inline``: the sites in this process, one after another; on a GPU several at once, as far as that is faster."""
+"""Engine ``inline``: the sites in this process, one after another; on a GPU several at once, as far as that is
+faster."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ _quiet = False  # in the task of a study cell nobody watches the epochs
 
 
 # -- the driver's side
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def run_ray(jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> None:
@@ -225,7 +224,6 @@ def _token() -> str:
 
 
 # -- the worker's side
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def _in_scratch(name: str, before: Files, work: Callable[..., Any], *arguments: Any) -> Answer:

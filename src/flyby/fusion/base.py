@@ -26,7 +26,8 @@ class FusionSettings(BaseModel):
 
 
 class Inbox:
-    """The parcels a fusion may use, in sender order. Manifests are at hand; the tensors are read one parcel at a time."""
+    """The parcels a fusion may use, in sender order. Manifests are at hand; the tensors are read one parcel at a
+    time."""
 
     def __init__(self, sources: Iterable[Path | str | Parcel]) -> None:
         items = [s if isinstance(s, Parcel) else Path(s) for s in sources]

@@ -70,7 +70,8 @@ def cnn_fol(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
 
 
 def vgg_wildfire(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
-    """FOL's net for Wildfire (Table 9): four times (3x3 convolution, batch norm, ReLU, max-pool), global average pool."""
+    """FOL's net for Wildfire (Table 9): four times (3x3 convolution, batch norm, ReLU, max-pool), global average
+    pool."""
     layers = nn.Sequential()
     inputs = spec.channels
     for i in (1, 2, 3, 4):

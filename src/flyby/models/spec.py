@@ -1,4 +1,5 @@
-"""The noun ``ModelSpec``: an architecture's name and its arguments, enough to rebuild the network. Code never travels."""
+"""The noun ``ModelSpec``: an architecture's name and its arguments, enough to rebuild the network. Code never
+travels."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ class Aurora(Salt):
 
 
 def first_log_sigma(settings: AuroraSettings, counts: Tensor) -> float:
-    """l_local at the start: 0, or log of .1 + (H / log2 C)(15 - .1), with H the entropy of the site's classes in bits."""
+    """l_local at the start: 0, or log of .1 + (H / log2 C)(15 - .1), with H the entropy of the site's classes in
+    bits."""
     if settings.sigma_init != "entropy":
         return 0.0
     share = counts[counts > 0] / counts.sum()

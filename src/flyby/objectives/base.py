@@ -22,7 +22,8 @@ from flyby.statistics.catalogue import computed, named
 
 @dataclass(frozen=True)
 class Batch:
-    """Augmented images ``[V*B, C, H, W]`` and the labels of all of them ``[V*B]`` (view v of sample i is row v*B + i)."""
+    """Augmented images ``[V*B, C, H, W]`` and the labels of all of them ``[V*B]`` (view v of sample i is row v*B +
+    i)."""
 
     images: Tensor
     labels: Tensor
@@ -91,7 +92,8 @@ class Objective(nn.Module):
         return None
 
     def prepare(self, model: Network, site: Site, seed: int) -> None:
-        """Called once, before the first epoch (and before a checkpoint is loaded): anchors, class masks, start values."""
+        """Called once, before the first epoch (and before a checkpoint is loaded): anchors, class masks, start
+        values."""
 
     def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
         """The loss of one batch. ``progress`` in (0, 1] is the share of all epochs this one completes: a tensor, no

@@ -161,7 +161,8 @@ class GradNorm(Weighting):
 
 
 class Kendall(Weighting):
-    """Plain uncertainty weighting [Kendall et al., CVPR 2018], coupled: 1/sigma^2 scales the network's gradients too."""
+    """Plain uncertainty weighting [Kendall et al., CVPR 2018], coupled: 1/sigma^2 scales the
+    network's gradients too."""
 
     def __init__(self, settings: WeightingSettings, start: float = 0.0) -> None:
         super().__init__(settings)

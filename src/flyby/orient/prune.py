@@ -140,7 +140,8 @@ class Gated(Problem):
         return distances
 
     def strengths(self, name: str, parameters: Tensors) -> Tensor:
-        """``[M, filters]``: ||alpha_i W_i|| = alpha_i ||W_i||, the groups of the lasso and what a filter is judged by."""
+        """``[M, filters]``: ||alpha_i W_i|| = alpha_i ||W_i||, the groups of the lasso and what a filter is judged
+        by."""
         norms: Tensor = torch.linalg.vector_norm(parameters[f"{name}.weight"].flatten(2), dim=2)
         return self.extra[name] * norms
 

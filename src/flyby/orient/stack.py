@@ -55,7 +55,8 @@ class Stack:
         return next(iter(self.parameters.values())).device
 
     def logits(self, x: Tensor, parameters: Tensors | None = None, *, training: bool = False) -> Tensor:
-        """``[M, B, classes]`` on one batch; in training, BatchNorm uses the batch and updates each model's own buffers."""
+        """``[M, B, classes]`` on one batch; in training, BatchNorm uses the batch and updates each model's own
+        buffers."""
         self.template.train(training)
         tensors = self.parameters if parameters is None else parameters
         if len(self) == 1 or self.backend == "loop":

@@ -90,7 +90,8 @@ class Arrivals:
         return [manifest.sender for manifest in self.parcels.values()]
 
     def files(self, rejected: bool = False) -> list[Path]:
-        """What may be used; with ``rejected`` also the files that the check refused, for whoever puts such files aside."""
+        """What may be used; with ``rejected`` also the files that the check refused, for whoever puts such files
+        aside."""
         return [*self.parcels, *(self.rejected if rejected else ())]
 
     def late(self) -> list[str]:
@@ -290,7 +291,6 @@ def _enough(made: Arrivals, quorum: Quorum, waited: float, trouble: str) -> Arri
 
 
 # -- looking at a folder
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def _names(folder: Path) -> list[str]:
@@ -327,7 +327,6 @@ def _printable(name: str) -> str:
 
 
 # -- telling people
-# ---------------------------------------------------------------------------------------------------------------------
 
 Tell = Callable[[Arrivals, float | None, str], None]
 

@@ -133,7 +133,8 @@ class Gate:
     # -- one at a time
 
     def check(self, source: Path | Parcel) -> Parcel:
-        """The parcel, if it may come in by itself; else :class:`Refused`. A path that is checked again is judged anew."""
+        """The parcel, if it may come in by itself; else :class:`Refused`. A path that is checked again is judged
+        anew."""
         self.forget(source)
         manifest = source.manifest if isinstance(source, Parcel) else None
         try:

@@ -85,7 +85,8 @@ def clean(value: object, limit: int | None = None) -> str:
 
 
 def _as_svg(draw: Callable[P, Figure]) -> Callable[Concatenate[str, str, P], str]:
-    """Run a drawing function under the report's own style (whatever the user's matplotlibrc says) and return its SVG."""
+    """Run a drawing function under the report's own style (whatever the user's matplotlibrc says)
+    and return its SVG."""
 
     @wraps(draw)
     def drawn(key: str, label: str, /, *args: P.args, **kwargs: P.kwargs) -> str:

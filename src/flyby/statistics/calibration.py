@@ -48,7 +48,8 @@ def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def shuffle_patches(images: Tensor, tall: int, wide: int, rng: torch.Generator) -> Tensor:
-    """Every image with its ``tall`` x ``wide`` patches in an order of its own; a remainder at the edges stays in place."""
+    """Every image with its ``tall`` x ``wide`` patches in an order of its own; a remainder at the edges stays in
+    place."""
     n, height, width, channels = images.shape
     rows, columns = height // tall, width // wide
     grid = images[:, : rows * tall, : columns * wide].reshape(n, rows, tall, columns, wide, channels)

@@ -52,7 +52,8 @@ def matrix_layers(network: nn.Module) -> dict[str, Layer]:
 
 
 def matrix_shape(layer: Layer) -> tuple[int, int, int]:
-    """(groups, outputs, inputs) of a layer's matrix [W | b], outputs and inputs of one group; a bias is one more input."""
+    """(groups, outputs, inputs) of a layer's matrix [W | b], outputs and inputs of one group; a bias is one more
+    input."""
     groups = layer.groups if isinstance(layer, nn.Conv2d) else 1
     return groups, layer.weight.shape[0] // groups, math.prod(layer.weight.shape[1:]) + (layer.bias is not None)
 

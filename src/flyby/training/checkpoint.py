@@ -1,4 +1,5 @@
-"""A checkpoint: named tensors and one JSON value in a single safetensors file. No pickle, written whole or not at all."""
+"""A checkpoint: named tensors and one JSON value in a single safetensors file. No pickle, written whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class TrainingState:
             self.save()
 
     def advance(self, row: dict[str, Any], patience: int | None) -> None:
-        """Take a good epoch in. The tensors are copied first: an interrupt in between then leaves the epoch before it."""
+        """Take a good epoch in. The tensors are copied first: an interrupt in between then leaves the epoch before
+        it."""
         good = self._copied()
         if patience is not None and row["val_loss"] < self.best_loss:
             best = {name: t.detach().clone() for name, t in self.model.state_dict().items()}

@@ -26,7 +26,8 @@ class DenseSettings(DistillSettings, SynthesisSettings):
 
 
 class Dense(Distillation):
-    """Data-free distillation; ``class_term`` and ``adversarial`` are the two terms that rules of this kind differ in."""
+    """Data-free distillation; ``class_term`` and ``adversarial`` are the two terms that rules of
+    this kind differ in."""
 
     name = "dense"
     paper = "DENSE: Zhang et al., NeurIPS 2022"

@@ -180,7 +180,8 @@ class Teachers:
 
 
 def memory_of(spec: ModelSpec) -> tuple[int, int]:
-    """(bytes of the weights, bytes of all layers' outputs for one image) in float32, found without computing anything."""
+    """(bytes of the weights, bytes of all layers' outputs for one image) in float32, found without computing
+    anything."""
     network = spec.skeleton().eval()
     numbers = 0
 

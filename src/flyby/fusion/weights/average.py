@@ -71,7 +71,8 @@ def _add(total: dict[str, Tensor], weights: dict[str, Tensor], share: float) -> 
 
 
 def _even_batches(proxy: Dataset, most: int = 256) -> Iterator[Tensor]:
-    """Batches of nearly one size: each counts the same in the average, so a remainder of one image must not be a batch."""
+    """Batches of nearly one size: each counts the same in the average, so a remainder of one image must not be a
+    batch."""
     for rows in np.array_split(np.arange(len(proxy)), -(-len(proxy) // most)):
         yield torch.from_numpy(np.array(proxy.images[rows]))
 
