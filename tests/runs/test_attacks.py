@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flyby.parcels import parcel
+from factories import call, one_line, result_of
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, site_of
 from flyby.data.splits import Split
@@ -20,13 +20,25 @@ from flyby.engines.engine import Job
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec
-from flyby.statistics.calibration import calibrate
-from flyby.runs.attacks import AttackSettings, assault, boasting, entrance, forge, malicious, met, poisoned, remade, stamp, success
+from flyby.parcels import parcel
+from flyby.runs.attacks import (
+    AttackSettings,
+    assault,
+    boasting,
+    entrance,
+    forge,
+    malicious,
+    met,
+    poisoned,
+    remade,
+    stamp,
+    success,
+)
 from flyby.runs.config import make_config
-from flyby.study.grid import Study, cells, read_rows, run_study
 from flyby.runs.pipeline import run
+from flyby.statistics.calibration import calibrate
+from flyby.study.grid import Study, cells, read_rows, run_study
 from flyby.study.tables import render
-from factories import call, one_line, result_of
 
 NAMES = [f"site-{i}" for i in range(10)]
 QUICK: dict[str, Any] = {"engine": "inline", "device": "cpu", "quiet": True}
@@ -36,7 +48,13 @@ SEND = "objective.send=[class-means,kfac,null-space]"
 def config(*assignments: str, method: str = "ensemble", fusion: str | None = None) -> Any:
     shape = {"name": "dirichlet", "clients": 5, "alpha": 0.5, "val": 0.1}
     return make_config(
-        method, fusion=fusion, data={"name": "digits"}, split=shape, model="mlp", epochs=3, assignments=["locals=false", SEND, *assignments]
+        method,
+        fusion=fusion,
+        data={"name": "digits"},
+        split=shape,
+        model="mlp",
+        epochs=3,
+        assignments=["locals=false", SEND, *assignments],
     )
 
 
@@ -90,7 +108,9 @@ def test_spared_ones_come_last_and_somebody_stays_honest() -> None:
 # -- what
 
 
-def forged(kind: str, jobs: list[Job], digits: DataBundle, split: Split, **settings: Any) -> tuple[parcel.Parcel, parcel.Parcel, Site]:
+def forged(
+    kind: str, jobs: list[Job], digits: DataBundle, split: Split, **settings: Any
+) -> tuple[parcel.Parcel, parcel.Parcel, Site]:
     """(honest, forged and read back as the server reads it, the site)."""
     job, honest = jobs[2], parcel.read(jobs[2].parcel_path)
     site = site_of(digits, split, job.site)
@@ -99,7 +119,9 @@ def forged(kind: str, jobs: list[Job], digits: DataBundle, split: Split, **setti
 
 
 @pytest.mark.parametrize("kind", ["random", "sign-flip", "scaled", "label-flip", "backdoor"])
-def test_a_forged_parcel_is_a_valid_one_of_the_same_form(kind: str, jobs: list[Job], digits: DataBundle, split: Split) -> None:
+def test_a_forged_parcel_is_a_valid_one_of_the_same_form(
+    kind: str, jobs: list[Job], digits: DataBundle, split: Split
+) -> None:
     honest, made, site = forged(kind, jobs, digits, split)
     for field in ("sender", "method", "spec", "class_names", "samples", "codec", "extras"):
         assert getattr(made.manifest, field) == getattr(honest.manifest, field)
@@ -128,14 +150,31 @@ def test_weights_are_negated_or_scaled(jobs: list[Job], digits: DataBundle, spli
 def test_a_running_variance_keeps_its_sign() -> None:
     spec = ModelSpec(name="cnn-small", classes=3, channels=1, size=(8, 8), widths={"conv1": 2, "conv2": 2, "conv3": 2})
     honest = parcel.make(
-        sender="a", method="supervised", spec=spec, class_names=("x", "y", "z"), weights=spec.build().state_dict(), samples=9, counts=[3, 3, 3]
+        sender="a",
+        method="supervised",
+        spec=spec,
+        class_names=("x", "y", "z"),
+        weights=spec.build().state_dict(),
+        samples=9,
+        counts=[3, 3, 3],
     )
     part = Part(torch.zeros(9, 8, 8, 1, dtype=torch.uint8), torch.arange(9) % 3)
-    recipe = {"spec": spec, "objective": "supervised", "objective_settings": {"calibrate": False}, "train": {}, "views": {}, "seed": 0}
-    job = Job.model_validate({"site": "a", "data": {}, "split": "x", "recipe": recipe, "device": "cpu", "folder": "x", "key": "k"})
+    recipe = {
+        "spec": spec,
+        "objective": "supervised",
+        "objective_settings": {"calibrate": False},
+        "train": {},
+        "views": {},
+        "seed": 0,
+    }
+    job = Job.model_validate(
+        {"site": "a", "data": {}, "split": "x", "recipe": recipe, "device": "cpu", "folder": "x", "key": "k"}
+    )
     made = forge(AttackSettings(kind="sign-flip"), job, honest, Site("a", part, part, part, ("x", "y", "z")))
     for name, value in honest.weights.items():
-        assert torch.equal(made.weights[name], value if name.endswith(("running_var", "num_batches_tracked")) else -value)
+        assert torch.equal(
+            made.weights[name], value if name.endswith(("running_var", "num_batches_tracked")) else -value
+        )
 
 
 def test_claims_by_hand(jobs: list[Job], digits: DataBundle, split: Split) -> None:
@@ -244,7 +283,20 @@ def test_nobody_attacks_unless_asked(place: Path, jobs: list[Job], digits: DataB
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
-    words = ["run", "--method", "fedavg", "--model", "mlp", "--epochs", "1", "--engine", "inline", "-q", "--out", tmp_path / "out"]
+    words = [
+        "run",
+        "--method",
+        "fedavg",
+        "--model",
+        "mlp",
+        "--epochs",
+        "1",
+        "--engine",
+        "inline",
+        "-q",
+        "--out",
+        tmp_path / "out",
+    ]
     for setting, said in (
         ("attack.kind=randon", "attack.kind = 'randon' will not do"),
         ("attack.shares=0.2", "unknown attack setting 'shares'; did you mean 'share'"),
@@ -261,7 +313,15 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_the_gate_refuses_huge_weights_and_says_whose_they_were(place: Path) -> None:
-    open_door = attack(place, "open", "attack.kind=scaled", "attack.share=0.2", "attack.factor=10000", "attack.boast=true", fusion="fedavg")
+    open_door = attack(
+        place,
+        "open",
+        "attack.kind=scaled",
+        "attack.share=0.2",
+        "attack.factor=10000",
+        "attack.boast=true",
+        fusion="fedavg",
+    )
     gated = attack(
         place,
         "gated",
@@ -288,8 +348,17 @@ def test_held_out_images_let_the_gate_see_random_weights(place: Path) -> None:
 
 
 def small(**changes: Any) -> Study:
-    words: dict[str, Any] = {"methods": ["ensemble"], "fusions": ["fedavg", "median"], "model": "mlp", "epochs": 1, "alphas": [0.5]}
-    words |= {"attacks": ["none", "scaled:share=0.4,factor=100", "backdoor:share=0.4"], "admissions": ["none", "default"]}
+    words: dict[str, Any] = {
+        "methods": ["ensemble"],
+        "fusions": ["fedavg", "median"],
+        "model": "mlp",
+        "epochs": 1,
+        "alphas": [0.5],
+    }
+    words |= {
+        "attacks": ["none", "scaled:share=0.4,factor=100", "backdoor:share=0.4"],
+        "admissions": ["none", "default"],
+    }
     return Study(title="Small", settings=["locals=false"], **{**words, **changes})
 
 
@@ -328,7 +397,10 @@ def test_a_study_of_attacks_and_its_table(tmp_path: Path) -> None:
 
 
 def test_what_nodes_met_by_hand() -> None:
-    facts = {"a": {"rounds": [{"log": ["refused b: no", "left out c: yes"]}, {"log": ["refused d: no"]}]}, "x": {"rounds": [{"log": []}]}}
+    facts = {
+        "a": {"rounds": [{"log": ["refused b: no", "left out c: yes"]}, {"log": ["refused d: no"]}]},
+        "x": {"rounds": [{"log": []}]},
+    }
     found = met(facts, {"a": ["b", "c", "d"], "x": ["b"]}, ["b", "c"])
     assert found["malicious"] == ["b -> a", "c -> a", "b -> x"]
     assert [(one["sender"], one["malicious"]) for one in found["refused"]] == [("b", True), ("d", False)]
@@ -354,7 +426,12 @@ def test_a_poisoned_neighbourhood(tmp_path: Path) -> None:
     assert len(result["malicious"]) == 6
     assert {f"{one['sender']} -> {one['receiver']}" for one in result["refused"]} == set(result["malicious"])
     current = make_config(
-        "fol-n", data={"name": "digits"}, split=shape, model="mlp", epochs=1, assignments=[*words, "orient.sends=current"]
+        "fol-n",
+        data={"name": "digits"},
+        split=shape,
+        model="mlp",
+        epochs=1,
+        assignments=[*words, "orient.sends=current"],
     )
     with pytest.raises(BadInput, match=r"orient\.sends=current"):
         run(current, tmp_path / "current", brief=True, **QUICK)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from factories import Answer, call, done, finish, make_stripes, members, one_line, same_run, start, wait_for
 from flyby import files
 from flyby.errors import BadInput
 from flyby.runs.pipeline import collect, sweep
-from factories import Answer, call, done, finish, make_stripes, members, one_line, same_run, start, wait_for
 
 KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 QUICK = ("--device", "cpu", "--quiet")
@@ -76,8 +76,22 @@ def fuse(parcels: list[Path], out: Path) -> tuple[object, ...]:
 
 def orient(parcels: list[Path], data: Path, out: Path) -> tuple[object, ...]:
     return (
-        "orient", "--own", parcels[0], "--received", parcels[1].parent, "--data", data, "--out", out, "--device", "cpu", "--no-export",
-        "--set", "epochs=1", "--set", "orient.distill_epochs=1",
+        "orient",
+        "--own",
+        parcels[0],
+        "--received",
+        parcels[1].parent,
+        "--data",
+        data,
+        "--out",
+        out,
+        "--device",
+        "cpu",
+        "--no-export",
+        "--set",
+        "epochs=1",
+        "--set",
+        "orient.distill_epochs=1",
     )
 
 
@@ -89,8 +103,21 @@ def half_written(folder: Path) -> list[str]:
 
 
 def test_killed_at_random_moments_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
-    words = [sys.executable, str(KILLS), "--trials", "4", "--cases", "inline,train,fuse", "--seed", "7", "--keep", str(tmp_path / "failed")]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    words = [
+        sys.executable,
+        str(KILLS),
+        "--trials",
+        "4",
+        "--cases",
+        "inline,train,fuse",
+        "--seed",
+        "7",
+        "--keep",
+        str(tmp_path / "failed"),
+    ]
+    ended = subprocess.run(
+        words, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "4 of 4 killed runs ended with the bytes of the undisturbed one" in ended.stdout
     assert not any(tmp_path.glob("flyby-kills-*"))
@@ -110,7 +137,15 @@ def test_workers_end_with_their_parent_and_the_run_goes_on_at_once(tmp_path: Pat
 
 
 def test_sweeping_takes_what_nobody_needs_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("a.parcel", "a.jsonl", "a.ckpt", "b.ckpt", "b.jsonl", ".b.ckpt.12345678.part", "deep/.c.json.abcd_123.part"):
+    for name in (
+        "a.parcel",
+        "a.jsonl",
+        "a.ckpt",
+        "b.ckpt",
+        "b.jsonl",
+        ".b.ckpt.12345678.part",
+        "deep/.c.json.abcd_123.part",
+    ):
         files.write_text(tmp_path / name, name)
     sweep(tmp_path)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.jsonl", "a.parcel", "b.ckpt", "b.jsonl"]
@@ -179,7 +214,9 @@ class FullDisk:
         return call(*words)
 
 
-def test_whichever_write_of_a_run_finds_the_disk_full(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whichever_write_of_a_run_finds_the_disk_full(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = FullDisk(monkeypatch)
     assert disk.call(0, *run(tmp_path / "calm")).code == 0
     writes = disk.writes
@@ -200,12 +237,18 @@ def test_whichever_write_of_a_command_finds_the_disk_full(
 ) -> None:
     disk = FullDisk(monkeypatch)
     words: dict[str, Callable[[Path], tuple[object, ...]]] = {
-        "train": lambda out: train(data, out / "me.parcel"), "fuse": lambda out: fuse(parcels, out / "model"), "orient": lambda out: orient(parcels, data, out / "model")
+        "train": lambda out: train(data, out / "me.parcel"),
+        "fuse": lambda out: fuse(parcels, out / "model"),
+        "orient": lambda out: orient(parcels, data, out / "model"),
     }
     assert disk.call(0, *words[command](tmp_path / "calm")).code == 0
     writes = disk.writes
     assert writes >= 1
-    kept = [p.relative_to(tmp_path / "calm") for p in (tmp_path / "calm").rglob("*") if p.suffix in (".parcel", ".safetensors")]
+    kept = [
+        p.relative_to(tmp_path / "calm")
+        for p in (tmp_path / "calm").rglob("*")
+        if p.suffix in (".parcel", ".safetensors")
+    ]
     assert kept
     for number in range(1, writes + 1):
         out = tmp_path / str(number)
@@ -221,7 +264,9 @@ def test_whichever_write_of_a_command_finds_the_disk_full(
 def mounted(place: Path, *options: str) -> Iterator[None]:
     """A small file system in memory, where this user may mount one."""
     place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", *options, "none", str(place)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", *options, "none", str(place)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         pytest.skip(f"no file system may be mounted here ({made.stderr.strip()})")
     try:
@@ -243,7 +288,9 @@ def test_a_disk_that_is_really_full(engine: str, kilobytes: int, reference: Path
         same_run(reference, disk / "out")
 
 
-def test_a_copy_of_an_upload_is_whole_or_absent(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_an_upload_is_whole_or_absent(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the store lies on another disk its uploads are copied into the run's folder."""
 
     class Upload:
@@ -268,8 +315,10 @@ def test_a_copy_of_an_upload_is_whole_or_absent(reference: Path, tmp_path: Path,
 
 def commands(folder: Path, data: Path, parcels: list[Path]) -> dict[str, tuple[object, ...]]:
     return {
-        "run": run(folder / "out"), "train": train(data, folder / "me.parcel"),
-        "fuse": fuse(parcels, folder / "model"), "orient": orient(parcels, data, folder / "mine"),
+        "run": run(folder / "out"),
+        "train": train(data, folder / "me.parcel"),
+        "fuse": fuse(parcels, folder / "model"),
+        "orient": orient(parcels, data, folder / "mine"),
     }
 
 
@@ -320,7 +369,14 @@ def test_one_process_an_output(data: Path, parcels: list[Path], tmp_path: Path) 
 
 def test_a_writer_takes_away_what_a_killed_one_left_of_the_same_output_only(tmp_path: Path) -> None:
     mine = (".out.abcd_123.part", ".out.abcd1234.old", "..out.abcd1234.part.01234567.part")
-    others = (".out.b.abcd1234.part", ".out2.abcd1234.part", "..out.abcd1234.part", ".out.server", "out.part", ".out.0123456789abcdef")
+    others = (
+        ".out.b.abcd1234.part",
+        ".out2.abcd1234.part",
+        "..out.abcd1234.part",
+        ".out.server",
+        "out.part",
+        ".out.0123456789abcdef",
+    )
     for name in (*mine[:1], *others):
         (tmp_path / name).write_text("")
     for name in mine[1:]:

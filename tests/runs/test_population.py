@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flyby.parcels import parcel
-from flyby.fusion import load_predictor
-from flyby.parcels.ledger import Ledger
-from flyby.orient import Schedule
-from flyby.report.orient_figures import slope_chart
 from factories import call, done, make_stripes, one_line, result_of
+from flyby.fusion import load_predictor
+from flyby.orient import Schedule
+from flyby.parcels import parcel
+from flyby.parcels.ledger import Ledger
+from flyby.report.orient_figures import slope_chart
 
 QUICK = (
     "--model",
@@ -29,7 +29,23 @@ QUICK = (
     "--set",
     "orient.distill_epochs=2",
 )
-FLEET = ("--split", "fol", "--min-size", 20, "--clients", 8, "--alpha", 5, "--rounds", 2, "--buffer", 3, "--top", 2, "--quiet")
+FLEET = (
+    "--split",
+    "fol",
+    "--min-size",
+    20,
+    "--clients",
+    8,
+    "--alpha",
+    5,
+    "--rounds",
+    2,
+    "--buffer",
+    3,
+    "--top",
+    2,
+    "--quiet",
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +128,21 @@ def test_variants_share_their_pretraining(tmp_path: Path, data: Path) -> None:
 
 def test_neighbours_may_send_their_current_model(tmp_path: Path, data: Path) -> None:
     out = tmp_path / "run"
-    done("run", "--method", "fol-n", "--data", data, *FLEET, *QUICK, "--eval-nodes", 2, "--set", "sends=current", "--out", out)
+    done(
+        "run",
+        "--method",
+        "fol-n",
+        "--data",
+        data,
+        *FLEET,
+        *QUICK,
+        "--eval-nodes",
+        2,
+        "--set",
+        "sends=current",
+        "--out",
+        out,
+    )
     rounds = read(out / "nodes" / "site-2.json")["rounds"]
     versions = [{c["sender"]: c["version"] for c in r["candidates"] if c["sender"] != "self"} for r in rounds]
     assert set(versions[0].values()) == {0}
@@ -138,11 +168,20 @@ def test_a_mixed_fleet(tmp_path: Path, data: Path) -> None:
     [
         (("--method", "fedavg", "--rounds", 2), "belong to methods without a server"),
         (("--method", "fol", "--split", "iid"), "validation and 0 test images of its own"),
-        (("--method", "fol", "--split", "fol", "--min-size", 10, "--eval-nodes", "99"), "there is no node 99: they are 0 to 4"),
+        (
+            ("--method", "fol", "--split", "fol", "--min-size", 10, "--eval-nodes", "99"),
+            "there is no node 99: they are 0 to 4",
+        ),
         (("--method", "fol", "--split", "fol", "--min-size", 10, "--eval-nodes", "mars"), "unknown node 'mars'"),
         (("--method", "fol", "--split", "fol", "--min-size", 10, "--fusion", "fedavg"), "has no server"),
-        (("--method", "fol", "--split", "fol", "--min-size", 10, "--set", "orient.top=0"), "orient.top = 0 will not do"),
-        (("--method", "fol", "--split", "fol", "--min-size", 10, "--set", "orient.lambda=1"), "unknown orient setting 'lambda'"),
+        (
+            ("--method", "fol", "--split", "fol", "--min-size", 10, "--set", "orient.top=0"),
+            "orient.top = 0 will not do",
+        ),
+        (
+            ("--method", "fol", "--split", "fol", "--min-size", 10, "--set", "orient.lambda=1"),
+            "unknown orient setting 'lambda'",
+        ),
     ],
 )
 def test_what_a_population_cannot_do(tmp_path: Path, data: Path, words: tuple[object, ...], message: str) -> None:
@@ -154,11 +193,39 @@ def test_one_real_node_with_an_inbox(tmp_path: Path, data: Path) -> None:
     inbox.mkdir()
     for name in ("me", "ann", "bob"):
         path = tmp_path / "me.parcel" if name == "me" else inbox / f"{name}.parcel"
-        done("train", "--data", data, "--out", path, "--site", name, "--model", "mlp", "--epochs", 3, "--seed", 0, "--quiet")
+        done(
+            "train",
+            "--data",
+            data,
+            "--out",
+            path,
+            "--site",
+            name,
+            "--model",
+            "mlp",
+            "--epochs",
+            3,
+            "--seed",
+            0,
+            "--quiet",
+        )
     (inbox / "torn.parcel").write_bytes((inbox / "ann.parcel").read_bytes()[:500])
     answer = done(
-        "orient", "--own", tmp_path / "me.parcel", "--received", inbox, "--data", data, "--out", tmp_path / "personal",
-        "--set", "epochs=2", "--set", "orient.distill_epochs=2", "--no-export", "--json",
+        "orient",
+        "--own",
+        tmp_path / "me.parcel",
+        "--received",
+        inbox,
+        "--data",
+        data,
+        "--out",
+        tmp_path / "personal",
+        "--set",
+        "epochs=2",
+        "--set",
+        "orient.distill_epochs=2",
+        "--no-export",
+        "--json",
     )
     facts = answer.json
     assert facts["used"] == 2
@@ -168,13 +235,27 @@ def test_one_real_node_with_an_inbox(tmp_path: Path, data: Path) -> None:
     assert done("evaluate", tmp_path / "personal", "--data", data, "--json").json["accuracy"] > 0.6
     assert parcel.read(tmp_path / "personal" / "me.parcel").manifest.meta["version"] == 1
     assert "unknown variant" in one_line(
-        call("orient", "--own", tmp_path / "me.parcel", "--received", inbox, "--data", data, "--out", tmp_path / "x", "--method", "aurora")
+        call(
+            "orient",
+            "--own",
+            tmp_path / "me.parcel",
+            "--received",
+            inbox,
+            "--data",
+            data,
+            "--out",
+            tmp_path / "x",
+            "--method",
+            "aurora",
+        )
     )
 
 
 def test_the_slope_chart_draws_numbers_only() -> None:
     chart = slope_chart(
-        "k", "from local to personal", {"left": "local", "right": "FOL", "pairs": {"a": [0.5, 0.7], "<b>": [0.6, 0.4], "c": ["x", 1]}}
+        "k",
+        "from local to personal",
+        {"left": "local", "right": "FOL", "pairs": {"a": [0.5, 0.7], "<b>": [0.6, 0.4], "c": ["x", 1]}},
     )
     assert chart.startswith("<svg")
     assert "&lt;b&gt;" in chart
@@ -214,7 +295,9 @@ def test_digits_fol_a_beats_fol_beats_local_and_adapting_pays(tmp_path: Path) ->
         "--model",
         "mlp",
     )
-    done("run", "--method", "fol,fol-n", "--data", "digits", *words, *half, "--device", "cpu", "--out", tmp_path / "runs")
+    done(
+        "run", "--method", "fol,fol-n", "--data", "digits", *words, *half, "--device", "cpu", "--out", tmp_path / "runs"
+    )
     tables = {name: read(tmp_path / "runs" / name / "extra.json")[0]["table"] for name in ("fol", "fol-n")}
     means = {name: dict(zip(table["columns"], table["rows"][-1], strict=True)) for name, table in tables.items()}
     fol = means["fol"]

@@ -19,21 +19,14 @@ import numpy as np
 import pytest
 import torch
 
-from flyby.parcels import parcel
-from flyby.training.checkpoint import load_checkpoint
-from flyby.data.splits import Split
-from flyby.errors import BadInput
-from flyby.fusion import FUSIONS, Fusion
-from flyby.runs.methods import check_pair
-from flyby.objectives import OBJECTIVES
-from flyby.runs.progress import Progress
-from flyby.runs.pipeline import locked
 from factories import (
     call,
     command,
     done,
     execute,
     finish,
+    make_npz,
+    make_parquet,
     make_stripes,
     members,
     one_line,
@@ -44,7 +37,15 @@ from factories import (
     stripes,
     wait_for,
 )
-from factories import make_npz, make_parquet
+from flyby.data.splits import Split
+from flyby.errors import BadInput
+from flyby.fusion import FUSIONS, Fusion
+from flyby.objectives import OBJECTIVES
+from flyby.parcels import parcel
+from flyby.runs.methods import check_pair
+from flyby.runs.pipeline import locked
+from flyby.runs.progress import Progress
+from flyby.training.checkpoint import load_checkpoint
 
 FILES = ["config.json", "global", "ledger.json", "metrics.jsonl", "parcels", "report.html", "result.json", "split.json"]
 QUICK = ("--device", "cpu", "--engine", "inline", "--quiet")
@@ -77,7 +78,9 @@ def test_fedavg_on_nearly_even_digits_reaches_its_floor(tmp_path: Path) -> None:
 
 
 def test_ensemble_beats_fedavg_on_uneven_digits_and_the_uploads_are_trained_once(tmp_path: Path) -> None:
-    answer = execute(*DIGITS, "--method", "fedavg,ensemble", "--alpha", 0.1, "--out", tmp_path / "both", "--json", "--quiet")
+    answer = execute(
+        *DIGITS, "--method", "fedavg,ensemble", "--alpha", 0.1, "--out", tmp_path / "both", "--json", "--quiet"
+    )
     assert answer.code == 0, answer.err
     assert answer.err == ""
     fedavg, ensemble = answer.json["fedavg"], answer.json["ensemble"]
@@ -95,7 +98,18 @@ def test_a_run_folder_is_whole(data: Path, tmp_path: Path) -> None:
     done(*words(data, out, "--set", "codec=fp16"))
     assert sorted(p.name for p in out.iterdir() if not p.name.startswith(".")) == FILES
     result = result_of(out)
-    for key in ("method", "split_hash", "accuracy", "per_client", "uploads", "bytes_up", "bytes_down", "seconds", "seed", "versions"):
+    for key in (
+        "method",
+        "split_hash",
+        "accuracy",
+        "per_client",
+        "uploads",
+        "bytes_up",
+        "bytes_down",
+        "seconds",
+        "seed",
+        "versions",
+    ):
         assert key in result
     split = Split.load(out / "split.json")
     assert result["split_hash"] == split.hash
@@ -113,7 +127,9 @@ def test_a_run_folder_is_whole(data: Path, tmp_path: Path) -> None:
     assert result["bytes_down"] == 0
 
     rows = rows_of(out)
-    assert [(row["site"], row["epoch"]) for row in rows] == [(name, epoch) for name in split.shares for epoch in (1, 2, 3)]
+    assert [(row["site"], row["epoch"]) for row in rows] == [
+        (name, epoch) for name in split.shares for epoch in (1, 2, 3)
+    ]
     assert all({"loss", "train_accuracy", "lr"} <= set(row) for row in rows)
     config = json.loads((out / "config.json").read_text())
     assert (config["codec"], config["resolved"]["train"]["epochs"]) == ("fp16", 3)
@@ -132,7 +148,9 @@ def test_local_sends_nothing_and_is_judged_by_its_own_classes(data: Path, tmp_pa
 
 def test_sites_with_test_data_of_their_own_are_judged_on_it(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = done(*words(data, out, "--set", "split.test=0.25", "--set", "split.val=0.25", "--set", "train.patience=2", "--json")).json
+    result = done(
+        *words(data, out, "--set", "split.test=0.25", "--set", "split.val=0.25", "--set", "train.patience=2", "--json")
+    ).json
     shares = Split.load(out / "split.json").shares
     for name, share in shares.items():
         assert len(share.test) > 0
@@ -202,7 +220,8 @@ def test_a_rule_that_asks_for_more_than_the_sites_send_is_refused_before_trainin
 
     check_pair(OBJECTIVES["supervised"], FUSIONS["fedavg"])
     with pytest.raises(
-        BadInput, match=r"'needy' needs horoscopes, which objective 'supervised' does not provide.*fit it as it is: .*fedavg"
+        BadInput,
+        match=r"'needy' needs horoscopes, which objective 'supervised' does not provide.*fit it as it is: .*fedavg",
     ):
         check_pair(OBJECTIVES["supervised"], Needy)
 
@@ -220,7 +239,13 @@ def test_a_comparison_trains_equal_uploads_once_and_is_the_runs_it_holds(data: P
     both = tmp_path / "both"
     results = done(*words(data, both, "--method", "local,fedavg,ensemble", "--json")).json
     assert [results[name]["trained"] for name in ("local", "fedavg", "ensemble")] == [3, 0, 0]
-    assert sorted(p.name for p in both.iterdir() if not p.name.startswith(".")) == ["ensemble", "fedavg", "local", "report.html", "uploads"]
+    assert sorted(p.name for p in both.iterdir() if not p.name.startswith(".")) == [
+        "ensemble",
+        "fedavg",
+        "local",
+        "report.html",
+        "uploads",
+    ]
     for name in ("fedavg", "ensemble"):
         done(*words(data, tmp_path / name, "--method", name))
         same_run(both / name, tmp_path / name)
@@ -279,7 +304,9 @@ def test_a_second_process_in_the_same_folder_is_refused(data: Path, tmp_path: Pa
     done(*words(data, tmp_path / "out"))
 
 
-def test_a_lock_on_a_folder_that_was_just_taken_away_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_folder_that_was_just_taken_away_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     real = fcntl.flock
 
@@ -328,7 +355,20 @@ def test_three_processes_do_what_one_run_does(tmp_path: Path) -> None:
     held = np.repeat(tests, 3, axis=3)
     make_parquet(tmp_path / "all", "train", colour, labels, NAMES, shards=2, columns={"site": owner.tolist()})
     make_parquet(tmp_path / "all", "test", held, truth, NAMES, columns={"site": ["nobody"] * 45})
-    recipe = ("--method", "fedavg", "--model", "cnn-small", "--epochs", 3, "--seed", 7, "--device", "cpu", "--set", "model.width=0.25")
+    recipe = (
+        "--method",
+        "fedavg",
+        "--model",
+        "cnn-small",
+        "--epochs",
+        3,
+        "--seed",
+        7,
+        "--device",
+        "cpu",
+        "--set",
+        "model.width=0.25",
+    )
     simulated = tmp_path / "simulated"
     done(
         "run",
@@ -362,8 +402,15 @@ def test_three_processes_do_what_one_run_does(tmp_path: Path) -> None:
         alone = parcel.read(tmp_path / f"{name}.parcel").manifest
         within = parcel.read(simulated / "parcels" / f"{name}.parcel").manifest
         assert alone.tensors == within.tensors  # dtypes, shapes and SHA-256 of every tensor
-        assert (alone.sender, alone.spec, alone.counts, alone.samples) == (within.sender, within.spec, within.counts, within.samples)
-    assert (tmp_path / "global" / "model.safetensors").read_bytes() == (simulated / "global" / "model.safetensors").read_bytes()
+        assert (alone.sender, alone.spec, alone.counts, alone.samples) == (
+            within.sender,
+            within.spec,
+            within.counts,
+            within.samples,
+        )
+    assert (tmp_path / "global" / "model.safetensors").read_bytes() == (
+        simulated / "global" / "model.safetensors"
+    ).read_bytes()
     assert judged.json["accuracy"] == result_of(simulated)["accuracy"]
     assert judged.json["per_class"] == result_of(simulated)["per_class"]
     assert judged.json["images"] == 45
@@ -373,7 +420,20 @@ def test_three_processes_do_what_one_run_does(tmp_path: Path) -> None:
 def test_an_interrupted_site_goes_on_with_the_same_command(data: Path, tmp_path: Path) -> None:
     def train(out: Path) -> tuple[object, ...]:
         setting = ("--set", "train.snapshots=20", "--set", "model.width=0.25", "--device", "cpu", "--quiet")
-        return ("train", "--data", data, "--model", "cnn-small", "--epochs", 60, "--site", "north", "--out", out, *setting)
+        return (
+            "train",
+            "--data",
+            data,
+            "--model",
+            "cnn-small",
+            "--epochs",
+            60,
+            "--site",
+            "north",
+            "--out",
+            out,
+            *setting,
+        )
 
     done(*train(tmp_path / "whole.parcel"))
     process = start(*train(tmp_path / "cut.parcel"))
@@ -410,7 +470,9 @@ def finished_later(data: Path, out: Path, engine: str, undisturbed: Path) -> Non
     assert "add --resume" in one_line(call(*long_words(data, out, engine)))
     done(*long_words(data, out, engine), "--resume")
     same_run(undisturbed, out)
-    left = [p for p in out.rglob("*") if p.suffix in (".part", ".ckpt") or (p.name.startswith(".") and p.name != ".lock")]
+    left = [
+        p for p in out.rglob("*") if p.suffix in (".part", ".ckpt") or (p.name.startswith(".") and p.name != ".lock")
+    ]
     assert left == []
 
 
@@ -423,9 +485,12 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 
 
 @pytest.mark.parametrize(
-    ("engine", "moment"), [("inline", "the middle of a site"), ("processes", "the start"), ("processes", "the middle of a site")]
+    ("engine", "moment"),
+    [("inline", "the middle of a site"), ("processes", "the start"), ("processes", "the middle of a site")],
 )
-def test_ctrl_c_then_resume_gives_the_same_bytes(engine: str, moment: str, data: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_ctrl_c_then_resume_gives_the_same_bytes(
+    engine: str, moment: str, data: Path, tmp_path: Path, undisturbed: Path
+) -> None:
     out = tmp_path / "out"
     process = start(*long_words(data, out, engine))
     wait_for(lambda: MOMENTS[moment](out), moment, process=process)
@@ -443,7 +508,11 @@ def test_ctrl_c_then_resume_gives_the_same_bytes(engine: str, moment: str, data:
 
 @pytest.mark.parametrize(
     ("engine", "moment", "group"),
-    [("processes", "the middle of a site", False), ("processes", "one site done", True), ("inline", "all sites done", True)],
+    [
+        ("processes", "the middle of a site", False),
+        ("processes", "one site done", True),
+        ("inline", "all sites done", True),
+    ],
 )
 def test_a_killed_run_resumes_to_the_same_bytes(
     engine: str, moment: str, group: bool, data: Path, tmp_path: Path, undisturbed: Path
@@ -459,7 +528,9 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 
 def test_a_kill_between_checkpoints_goes_back_to_the_last_one(data: Path, tmp_path: Path, undisturbed: Path) -> None:
     out = tmp_path / "out"
-    every_epoch = "import flyby.cli, flyby.training.loop as t; t.CHECKPOINT_SECONDS = t.CHECKPOINT_SHARE = 0.0; flyby.cli.main()"
+    every_epoch = (
+        "import flyby.cli, flyby.training.loop as t; t.CHECKPOINT_SECONDS = t.CHECKPOINT_SHARE = 0.0; flyby.cli.main()"
+    )
     told = [command()[0], "-c", every_epoch, *map(str, long_words(data, out, "inline"))]
     process = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for((out / "parcels" / "snapshots" / "00008" / "site-1.parcel").exists, "the second site", process=process)
@@ -469,6 +540,8 @@ def test_a_kill_between_checkpoints_goes_back_to_the_last_one(data: Path, tmp_pa
     finished_later(data, out, "inline", undisturbed)
 
 
-def test_a_rule_that_learns_from_proxy_images_is_refused_without_any_before_training(data: Path, tmp_path: Path) -> None:
+def test_a_rule_that_learns_from_proxy_images_is_refused_without_any_before_training(
+    data: Path, tmp_path: Path
+) -> None:
     assert "name some with --set proxy=PATH" in one_line(call(*words(data, tmp_path / "out", "--method", "feddf")))
     assert not (tmp_path / "out").exists()

@@ -24,22 +24,22 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from flyby.parcels import parcel
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, site_of
 from flyby.data.splits import Split
 from flyby.engines.engine import Job
 from flyby.engines.jobs import one_thread
 from flyby.errors import BadInput
-from flyby.fusion.evaluation import scores_of
 from flyby.files import digest, file_digest
+from flyby.fusion.evaluation import scores_of
 from flyby.fusion.predictor import Predictor
-from flyby.parcels.ledger import Ledger
-from flyby.runs.methods import objective_named
 from flyby.models import Network
 from flyby.objectives import Objective
+from flyby.parcels import parcel
+from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
+from flyby.runs.methods import objective_named
 from flyby.training.loop import train_site
 
 Kind = Literal["none", "random", "sign-flip", "scaled", "label-flip", "counts-lie", "backdoor"]
@@ -58,7 +58,9 @@ class AttackSettings(BaseModel):
     factor: float = Field(10.0, description="scaled: by how much")
     boast: bool = Field(False, description="also claim every class, as counts-lie does")
     target: int = Field(0, ge=0, description="backdoor: the class that triggered images are to become")
-    poison: float = Field(0.5, gt=0, le=1, description="backdoor: share of a malicious site's images that carry the trigger")
+    poison: float = Field(
+        0.5, gt=0, le=1, description="backdoor: share of a malicious site's images that carry the trigger"
+    )
 
 
 def malicious(names: Sequence[str], share: float, seed: int, spared: Collection[str] = ()) -> list[str]:
@@ -72,7 +74,12 @@ def malicious(names: Sequence[str], share: float, seed: int, spared: Collection[
 
 
 def assault(
-    settings: AttackSettings, jobs: Sequence[Job], paths: Sequence[Path], bundle: DataBundle, split: Split, spared: Collection[str] = ()
+    settings: AttackSettings,
+    jobs: Sequence[Job],
+    paths: Sequence[Path],
+    bundle: DataBundle,
+    split: Split,
+    spared: Collection[str] = (),
 ) -> tuple[list[Path], list[str]]:
     """What is sent instead of ``paths``, and by whom. Forged parcels lie beside the honest ones and are made once for
     all rules and shares."""
@@ -85,7 +92,9 @@ def assault(
     for job, path in zip(jobs, paths, strict=True):
         forged = job.folder / "forged" / act / f"{job.site}.parcel"
         if job.site in chosen and not forged.exists():
-            parcel.write(forge(settings, job, parcel.read(path), site_of(bundle, split, job.site), forged.parent), forged)
+            parcel.write(
+                forge(settings, job, parcel.read(path), site_of(bundle, split, job.site), forged.parent), forged
+            )
         sent.append(forged if job.site in chosen else path)
     return sent, chosen
 
@@ -102,7 +111,9 @@ def forge(settings: AttackSettings, job: Job, honest: Parcel, site: Site, folder
     else:
         weights = {
             "random": lambda: drawn_anew(honest, seed),
-            "sign-flip": lambda: {n: t if n.endswith("running_var") else -t for n, t in honest.weights.items() if t.is_floating_point()},
+            "sign-flip": lambda: {
+                n: t if n.endswith("running_var") else -t for n, t in honest.weights.items() if t.is_floating_point()
+            },
             "scaled": lambda: {n: settings.factor * t for n, t in honest.weights.items() if t.is_floating_point()},
         }[settings.kind]()
         made = with_weights(honest, honest.weights | weights, objective, site, seed)
@@ -113,8 +124,18 @@ def remade(item: Parcel, **changes: Any) -> Parcel:
     """The parcel made again with some of its content changed: its manifest, hashes and shapes fit what it now holds."""
     m = item.manifest
     same: dict[str, Any] = {
-        "sender": m.sender, "method": m.method, "spec": m.spec, "class_names": m.class_names, "weights": item.weights, "samples": m.samples,
-        "counts": m.counts, "counts_kind": m.counts_kind, "extras": item.extras, "codec": m.codec, "meta": m.meta, "provenance": m.provenance,
+        "sender": m.sender,
+        "method": m.method,
+        "spec": m.spec,
+        "class_names": m.class_names,
+        "weights": item.weights,
+        "samples": m.samples,
+        "counts": m.counts,
+        "counts_kind": m.counts_kind,
+        "extras": item.extras,
+        "codec": m.codec,
+        "meta": m.meta,
+        "provenance": m.provenance,
     }
     return parcel.make(**same | changes)
 
@@ -148,7 +169,11 @@ def boasting(item: Parcel) -> Parcel:
     if "calibration" in extras:
         table = extras["calibration"].clone()
         seen = table[:, table[0] != 0]
-        best = torch.stack([seen[0].amax(), seen[1].amin(), seen[2].amin()]) if seen.numel() else torch.tensor([1.0, 0.0, 0.01])
+        best = (
+            torch.stack([seen[0].amax(), seen[1].amin(), seen[2].amin()])
+            if seen.numel()
+            else torch.tensor([1.0, 0.0, 0.01])
+        )
         table[:, table[0] == 0] = best[:, None]
         extras["calibration"] = table
     if "class-means.means" in extras:
@@ -193,8 +218,18 @@ def retrained(job: Job, objective: Objective, site: Site, folder: Path | None) -
         one_thread()
     try:
         return train_site(
-            site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed, codec=recipe.codec, counts=recipe.counts,
-            epsilon=recipe.epsilon, device=job.device, folder=folder, provenance={"key": job.key},
+            site,
+            recipe.spec,
+            objective,
+            recipe.train,
+            recipe.views,
+            recipe.seed,
+            codec=recipe.codec,
+            counts=recipe.counts,
+            epsilon=recipe.epsilon,
+            device=job.device,
+            folder=folder,
+            provenance={"key": job.key},
         ).parcel
     finally:
         torch.set_num_threads(threads)
@@ -212,8 +247,7 @@ def success(predictor: Predictor, part: Part, settings: AttackSettings, device: 
 def entrance(
     receiver: str, admission: str, paths: Sequence[Path], liars: Sequence[str], clean: Part | None, device: str
 ) -> tuple[list[Path], Ledger, dict[str, Any]]:
-    """What a server takes in: the parcels, the ledger of their crossings, and whom its gate refused, where it has one.
-    """
+    """What a server takes in: the parcels, the ledger of their crossings, and whom its gate refused, where it has one."""
     facts: dict[str, Any] = {"malicious": list(liars)} if liars or admission != "none" else {}
     if admission == "none":
         ledger = Ledger()
@@ -228,7 +262,11 @@ def entrance(
     let_in = [Path(str(one.source)) for one in gate.settle(validation=clean, device=device)]
     if not let_in:
         raise BadInput(f"the gate refused all {len(paths)} parcels; the first: {gate.refused[0].reason}")
-    return let_in, gate.ledger, facts | {"refused": [{**one.row(), "malicious": one.sender in liars} for one in gate.refused]}
+    return (
+        let_in,
+        gate.ledger,
+        facts | {"refused": [{**one.row(), "malicious": one.sender in liars} for one in gate.refused]},
+    )
 
 
 def met(facts: Mapping[str, Any], senders: Mapping[str, Sequence[str]], liars: Collection[str]) -> dict[str, Any]:
@@ -240,4 +278,7 @@ def met(facts: Mapping[str, Any], senders: Mapping[str, Sequence[str]], liars: C
         lines = [line for one in facts[name]["rounds"] for line in one["log"]]
         turned = [sender for sender in those if any(line.startswith(f"refused {sender}: ") for line in lines)]
         refused += [{"sender": sender, "receiver": name, "malicious": sender in liars} for sender in turned]
-    return {"malicious": [f"{s} -> {name}" for name, those in senders.items() for s in those if s in liars], "refused": refused}
+    return {
+        "malicious": [f"{s} -> {name}" for name, those in senders.items() for s in those if s in liars],
+        "refused": refused,
+    }

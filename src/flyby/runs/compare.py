@@ -1,5 +1,4 @@
-"""Several methods side by side on one split: equal uploads are trained once, every rule is judged on the same parcels.
-"""
+"""Several methods side by side on one split: equal uploads are trained once, every rule is judged on the same parcels."""
 
 from __future__ import annotations
 
@@ -17,7 +16,11 @@ def compare(configs: dict[str, RunConfig], out: Path, **options: Any) -> dict[st
     from flyby.report.report import write_report
 
     with locked(out), held(options.get("engine")):
-        strange = sorted(p.name for p in out.iterdir() if p.name not in (*configs, "uploads", "report.html") and not p.name.startswith("."))
+        strange = sorted(
+            p.name
+            for p in out.iterdir()
+            if p.name not in (*configs, "uploads", "report.html") and not p.name.startswith(".")
+        )
         if strange:
             raise BadInput(f"{out} is not empty ({strange[0]!r} is in it); name a new folder with --out")
         results = {name: run(config, out / name, store=out / "uploads", **options) for name, config in configs.items()}

@@ -15,13 +15,13 @@ from flyby.data.splits import SplitSettings
 from flyby.engines.engine import DataSettings, Recipe
 from flyby.errors import BadInput, unknown
 from flyby.fusion import Fusion
-from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
 from flyby.models import ModelSpec
 from flyby.orient.settings import FleetSettings
-from flyby.training.privacy import check_privacy
-from flyby.settings import build, parse_assignment
 from flyby.runs.attacks import AttackSettings
+from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
+from flyby.settings import build, parse_assignment
 from flyby.training.loop import Counts, TrainSettings
+from flyby.training.privacy import check_privacy
 
 
 class ModelSettings(BaseModel):
@@ -31,7 +31,10 @@ class ModelSettings(BaseModel):
 
     name: str | None = None
     width: float = 1.0
-    stem: str = Field("cifar", description="of a resnet or mobilenetv2; imagenet for images of 96 pixels and more, where none is asked for")
+    stem: str = Field(
+        "cifar",
+        description="of a resnet or mobilenetv2; imagenet for images of 96 pixels and more, where none is asked for",
+    )
     projector: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -55,7 +58,9 @@ class RunConfig(BaseModel):
     fusion: dict[str, Any] = Field(default_factory=dict)
     orient: dict[str, Any] = Field(default_factory=dict)
     codec: str = "fp32"
-    counts: Counts = Field("exact", description="what a site tells about its classes: exact, noisy (Laplace, epsilon) or binary counts")
+    counts: Counts = Field(
+        "exact", description="what a site tells about its classes: exact, noisy (Laplace, epsilon) or binary counts"
+    )
     epsilon: float = Field(1.0, gt=0)
     proxy: str | None = None
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
@@ -65,7 +70,12 @@ class RunConfig(BaseModel):
     )
 
 
-SECTIONS: dict[str, type[BaseModel]] = {"data": DataSettings, "split": SplitSettings, "model": ModelSettings, "attack": AttackSettings}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "data": DataSettings,
+    "split": SplitSettings,
+    "model": ModelSettings,
+    "attack": AttackSettings,
+}
 TOP = ("codec", "counts", "epsilon", "proxy", "locals", "admission")
 
 
@@ -163,8 +173,12 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
         kind = fusion_named(rule)
         check_pair(objective, kind, settings)
         if not kind.data_free and config.proxy is None:
-            raise BadInput(f"{rule} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)")
-        fusion = kind(build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion"))
+            raise BadInput(
+                f"{rule} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
+            )
+        fusion = kind(
+            build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion")
+        )
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
     data = bundle.train
@@ -177,8 +191,15 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     views = objective.views(data.size, bundle.mirror)
     views = build(type(views), {**views.model_dump(), **config.views}, "views")
     recipe = Recipe(
-        spec=objective.adapt_spec(spec, settings), objective=objective.name, objective_settings=settings.model_dump(mode="json"),
-        train=train, views=views, seed=config.seed, codec=config.codec, counts=config.counts, epsilon=config.epsilon,
+        spec=objective.adapt_spec(spec, settings),
+        objective=objective.name,
+        objective_settings=settings.model_dump(mode="json"),
+        train=train,
+        views=views,
+        seed=config.seed,
+        codec=config.codec,
+        counts=config.counts,
+        epsilon=config.epsilon,
     )
     recipe.spec.skeleton()
     check_privacy(recipe.spec, objective.name, settings, train, views, config.counts)

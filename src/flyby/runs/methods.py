@@ -1,5 +1,4 @@
-"""The registry of recipes: a method is an objective for the sites and a fusion for the server. The two axes are free.
-"""
+"""The registry of recipes: a method is an objective for the sites and a fusion for the server. The two axes are free."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from flyby.errors import BadInput, unknown
 from flyby.fusion import FUSIONS, Fusion
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
-from flyby.statistics.catalogue import STATISTICS
 from flyby.rng import generator
+from flyby.statistics.catalogue import STATISTICS
 
 
 @dataclass(frozen=True)
@@ -48,28 +47,68 @@ METHODS: dict[str, Method] = {
     for m in (
         Method("local", "supervised", None, "every site keeps its own model; nothing is exchanged"),
         Method(
-            "fedavg", "supervised", "fedavg", "cross-entropy at the sites, weighted mean of all weights", "McMahan et al., AISTATS 2017"
+            "fedavg",
+            "supervised",
+            "fedavg",
+            "cross-entropy at the sites, weighted mean of all weights",
+            "McMahan et al., AISTATS 2017",
         ),
         Method("ensemble", "supervised", "ensemble", "cross-entropy at the sites, mean of their predictions"),
         Method("fafi", "salt", BEST, "SALT at the sites (published with --fusion iffi)", FAFI),
         Method(
-            "fafi-anneal", "aurora", BEST, "FAFI with a shared anchor and lambda 18 -> 0 by hand", FAFI, {"weighting": "linear"}, COUNTED
+            "fafi-anneal",
+            "aurora",
+            BEST,
+            "FAFI with a shared anchor and lambda 18 -> 0 by hand",
+            FAFI,
+            {"weighting": "linear"},
+            COUNTED,
         ),
         Method("aurora", "aurora", BEST, "SALT plus an anchor whose strength each site learns", "AURORA", {}, COUNTED),
         Method(
-            "aurora-no-stability", "aurora", BEST, "AURORA without the bound on lambda", "AURORA", {"weighting": "meta-anneal"}, COUNTED
+            "aurora-no-stability",
+            "aurora",
+            BEST,
+            "AURORA without the bound on lambda",
+            "AURORA",
+            {"weighting": "meta-anneal"},
+            COUNTED,
         ),
         Method(
-            "aurora-no-decouple", "aurora", BEST, "AURORA, plain coupled uncertainty weighting", "AURORA", {"weighting": "kendall"}, COUNTED
+            "aurora-no-decouple",
+            "aurora",
+            BEST,
+            "AURORA, plain coupled uncertainty weighting",
+            "AURORA",
+            {"weighting": "kendall"},
+            COUNTED,
         ),
         Method(
-            "fol", "supervised", None, "no server: neighbours' models adapted, selected and distilled into the own one", FOL, orient="fol"
+            "fol",
+            "supervised",
+            None,
+            "no server: neighbours' models adapted, selected and distilled into the own one",
+            FOL,
+            orient="fol",
         ),
         Method("fol-a", "supervised", None, "FOL, answering with the ensemble it distils", FOL, orient="fol-a"),
         Method("fol-n", "supervised", None, "FOL without adapting the neighbours' models", FOL, orient="fol-n"),
         Method("fol-an", "supervised", None, "FOL-A without adapting the neighbours' models", FOL, orient="fol-an"),
-        Method("gossip", "supervised", None, "no server: each node averages its model with those it met", FOL, orient="gossip"),
-        Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", "FedETF: Li et al., ICCV 2023"),
+        Method(
+            "gossip",
+            "supervised",
+            None,
+            "no server: each node averages its model with those it met",
+            FOL,
+            orient="gossip",
+        ),
+        Method(
+            "fedetf",
+            "etf",
+            "fedavg",
+            "a fixed simplex classifier with balanced softmax, averaged",
+            "FedETF: Li et al., ICCV 2023",
+        ),
         Method(
             "fedproto",
             "supervised",
@@ -86,7 +125,13 @@ METHODS: dict[str, Method] = {
             "FedTGP: Zhang et al., AAAI 2024",
             {"send": ["class-means"]},
         ),
-        Method("fedcvae", "cvae", "fedcvae", "clients' decoders paint the server's training set", "FedCVAE: Heinbaugh et al., ICLR 2023"),
+        Method(
+            "fedcvae",
+            "cvae",
+            "fedcvae",
+            "clients' decoders paint the server's training set",
+            "FedCVAE: Heinbaugh et al., ICLR 2023",
+        ),
         Method(
             "fedcvae-kd",
             "cvae",
@@ -138,12 +183,37 @@ METHODS: dict[str, Method] = {
             "MA-Echo: Su et al., 2022",
             {"send": ["null-space"]},
         ),
-        Method("ot", "supervised", "ot", "neurons matched layer by layer, then averaged", "OT fusion: Singh and Jaggi, NeurIPS 2020"),
-        Method("median", "supervised", "median", "the median of the sites' weights, one by one", "Yin et al., ICML 2018"),
-        Method("trimmed", "supervised", "trimmed", "the mean of the sites' weights without the extremes", "Yin et al., ICML 2018"),
-        Method("clipped", "supervised", "clipped", "the mean of weights, no site far from the median", "Karimireddy et al., ICML 2021"),
+        Method(
+            "ot",
+            "supervised",
+            "ot",
+            "neurons matched layer by layer, then averaged",
+            "OT fusion: Singh and Jaggi, NeurIPS 2020",
+        ),
+        Method(
+            "median", "supervised", "median", "the median of the sites' weights, one by one", "Yin et al., ICML 2018"
+        ),
+        Method(
+            "trimmed",
+            "supervised",
+            "trimmed",
+            "the mean of the sites' weights without the extremes",
+            "Yin et al., ICML 2018",
+        ),
+        Method(
+            "clipped",
+            "supervised",
+            "clipped",
+            "the mean of weights, no site far from the median",
+            "Karimireddy et al., ICML 2021",
+        ),
         Method("ensemble-median", "supervised", "ensemble-median", "the median of the sites' predictions"),
-        Method("ensemble-trimmed", "supervised", "ensemble-trimmed", "the mean of the sites' predictions without the extremes"),
+        Method(
+            "ensemble-trimmed",
+            "supervised",
+            "ensemble-trimmed",
+            "the mean of the sites' predictions without the extremes",
+        ),
     )
 }
 
@@ -183,8 +253,8 @@ def check_pair(objective: type[Objective], fusion: type[Fusion], settings: Objec
         cure = f"objectives that do: {', '.join(able) or 'none'}"
     fits = sorted(f.name for f in FUSIONS.values() if f.needs <= sent)
     raise BadInput(
-        f"fusion {fusion.name!r} needs {', '.join(sorted(missing))}, which objective {objective.name!r} does not provide; {cure}; "
-        f"fusions that fit it as it is: {', '.join(fits)}"
+        f"fusion {fusion.name!r} needs {', '.join(sorted(missing))}, which objective {objective.name!r} does not"
+        f" provide; {cure}; fusions that fit it as it is: {', '.join(fits)}"
     )
 
 
@@ -203,10 +273,17 @@ def catalogue() -> list[dict[str, Any]]:
         weights, extras = upload_bytes(m.objective, settings) if exchanged else (0, 0)
         rows.append(
             {
-                "method": m.name, "objective": m.objective, "fusion": m.fusion, "about": m.about, "paper": m.paper,
-                "provides": sorted(objective.provided(settings)), "needs": sorted(fusion.needs) if fusion else [],
+                "method": m.name,
+                "objective": m.objective,
+                "fusion": m.fusion,
+                "about": m.about,
+                "paper": m.paper,
+                "provides": sorted(objective.provided(settings)),
+                "needs": sorted(fusion.needs) if fusion else [],
                 "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing",
-                "weight_bytes": weights, "extra_bytes": extras, "data_free": fusion is None or fusion.data_free,
+                "weight_bytes": weights,
+                "extra_bytes": extras,
+                "data_free": fusion is None or fusion.data_free,
                 "mixed_architectures": bool(fusion and fusion.heterogeneous) or bool(m.orient),
             }
         )

@@ -69,10 +69,14 @@ def _unit(x: Tensor) -> Tensor:
 def feature_agreement(networks: Sequence[Network], images: Tensor, device: torch.device | str = "cpu") -> float:
     """Mean linear CKA over all pairs of clients on a probe of images none of them trained on."""
     features = [net.to(device).eval().features(net.spec.prepare(images.to(device))).float().cpu() for net in networks]
-    return sum(linear_cka(a, b) for a, b in combinations(features, 2)) / max(1, len(features) * (len(features) - 1) // 2)
+    return sum(linear_cka(a, b) for a, b in combinations(features, 2)) / max(
+        1, len(features) * (len(features) - 1) // 2
+    )
 
 
-def consistency(parcels: Sequence[Parcel], probe: Tensor, seed: int, device: torch.device | str = "cpu") -> dict[str, float]:
+def consistency(
+    parcels: Sequence[Parcel], probe: Tensor, seed: int, device: torch.device | str = "cpu"
+) -> dict[str, float]:
     """All measures that apply: prototypes where every client has some of one width, drift where all share one
     architecture."""
     if len(parcels) < 2:
@@ -85,7 +89,8 @@ def consistency(parcels: Sequence[Parcel], probe: Tensor, seed: int, device: tor
             prototypes = torch.stack([directions(net.cpu()) for net in networks])
             counts = torch.tensor([p.manifest.counts for p in parcels])
             found |= {
-                "proto_consistency": proto_consistency(prototypes, counts), "proto_matrix_std": proto_matrix_std(prototypes),
+                "proto_consistency": proto_consistency(prototypes, counts),
+                "proto_matrix_std": proto_matrix_std(prototypes),
                 "inter_client_std": inter_client_std(prototypes),
             }
     return {name: value for name, value in found.items() if value is not None}

@@ -22,24 +22,24 @@ import numpy as np
 import torch
 
 from flyby import __version__, files
-from flyby.parcels import parcel
 from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import Part, part_of, site_of
 from flyby.data.splits import Split, make_split
 from flyby.engines.engine import DataSettings, Job, engine_named, held
 from flyby.engines.processes import workers_peak_mb
 from flyby.errors import BadInput
-from flyby.fusion.evaluation import accuracy, own_accuracy, per_class, scores_of
 from flyby.files import digest, read_json, write_json, write_text
 from flyby.fusion import Inbox, Predictor, save_predictor
+from flyby.fusion.evaluation import accuracy, own_accuracy, per_class, scores_of
 from flyby.fusion.predictor import Single
+from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
-from flyby.runs.methods import method_named
-from flyby.settings import build
 from flyby.runs.attacks import assault, entrance, success
 from flyby.runs.config import Plan, RunConfig, pick_device, plan
+from flyby.runs.methods import method_named
 from flyby.runs.metrics import consistency
 from flyby.runs.progress import Progress
+from flyby.settings import build
 
 SERVER = "server"
 PROBE = 512  # images on which clients' features are compared
@@ -87,7 +87,9 @@ def run(
         check_names(split.shares)
         check_same_split(split, out)
         split.save(out / "split.json")
-        write_json(out / "config.json", {**config.model_dump(mode="json"), "resolved": todo.recipe.model_dump(mode="json")})
+        write_json(
+            out / "config.json", {**config.model_dump(mode="json"), "resolved": todo.recipe.model_dump(mode="json")}
+        )
         loaded = time.perf_counter()
 
         jobs = uploads(todo, split, out, device, store)
@@ -102,12 +104,16 @@ def run(
         honest = collect(jobs, out)
         paths, liars = assault(config.attack, jobs, honest, bundle, split)
         clean = part_of(held_out(bundle, split)) if config.admission == "validated" else None
-        let_in, ledger, seen = entrance(SERVER, config.admission, paths, liars, clean, device) if todo.fusion else (paths, Ledger(), {})
+        let_in, ledger, seen = (
+            entrance(SERVER, config.admission, paths, liars, clean, device) if todo.fusion else (paths, Ledger(), {})
+        )
         ledger.save(out / "ledger.json")
         predictor = None
         if todo.fusion:
             fuse = engine_named(engine).fuse
-            predictor = fuse(todo.fusion, Inbox(let_in), proxy=proxy, seed=config.seed, device=device, work=out / "server")
+            predictor = fuse(
+                todo.fusion, Inbox(let_in), proxy=proxy, seed=config.seed, device=device, work=out / "server"
+            )
             if todo.fusion.sections:
                 write_json(out / "extra.json", todo.fusion.sections)
             if not brief:
@@ -119,12 +125,27 @@ def run(
         if predictor is not None and config.attack.kind == "backdoor":
             judged["attack_success"] = success(predictor, part_of(bundle.test), config.attack, device)
         ended = time.perf_counter()
-        timings = {"load": loaded - started, "train": trained - loaded, "fuse": fused - trained, "evaluate": ended - fused}
+        timings = {
+            "load": loaded - started,
+            "train": trained - loaded,
+            "fuse": fused - trained,
+            "evaluate": ended - fused,
+        }
         result = {
-            **describe(config, todo, split, bundle), **judged,
-            "uploads": len(ledger.crossings), "bytes_up": ledger.bytes_up(SERVER), "bytes_down": ledger.bytes_down(SERVER),
-            "seconds": round(ended - started, 3), "timings": {k: round(v, 3) for k, v in timings.items()}, "engine": engine, "trained": len(missing),
-            "peak_memory_mb": round(peak_memory_mb(), 1), "seed": config.seed, "versions": versions(), "hardware": hardware(device), "command": command,
+            **describe(config, todo, split, bundle),
+            **judged,
+            "uploads": len(ledger.crossings),
+            "bytes_up": ledger.bytes_up(SERVER),
+            "bytes_down": ledger.bytes_down(SERVER),
+            "seconds": round(ended - started, 3),
+            "timings": {k: round(v, 3) for k, v in timings.items()},
+            "engine": engine,
+            "trained": len(missing),
+            "peak_memory_mb": round(peak_memory_mb(), 1),
+            "seed": config.seed,
+            "versions": versions(),
+            "hardware": hardware(device),
+            "command": command,
         }
         write_json(out / "result.json", result)
         if not brief:
@@ -137,7 +158,9 @@ def _already(config: RunConfig, out: Path, resume: bool) -> bool:
     if not (out / "config.json").exists():
         strange = sorted(p.name for p in out.iterdir() if p.name != "split.json" and not p.name.startswith("."))
         if strange:
-            raise BadInput(f"{out} is not empty ({strange[0]!r} is in it) and is not a run; name a new folder with --out")
+            raise BadInput(
+                f"{out} is not empty ({strange[0]!r} is in it) and is not a run; name a new folder with --out"
+            )
         return False
     asked = {k: v for k, v in read_json(out / "config.json").items() if k != "resolved"}
     if not resume:
@@ -154,7 +177,9 @@ def check_names(names: Iterable[str]) -> None:
     """A site's name stands in file names and parcels; one that cannot is refused before any training."""
     for name in names:
         if not re.fullmatch(r"(?!\.)[A-Za-z0-9._:@+-]{1,128}", name):
-            raise BadInput(f"a site cannot be called {name!r}; use at most 128 letters, digits and . _ : @ + -, and no dot first")
+            raise BadInput(
+                f"a site cannot be called {name!r}; use at most 128 letters, digits and . _ : @ + -, and no dot first"
+            )
 
 
 def check_same_split(split: Split, out: Path) -> None:
@@ -170,7 +195,11 @@ def sweep(out: Path, *stores: Path) -> None:
     for folder in (out, *stores):
         left = {*folder.rglob(".*.part"), *folder.rglob(".*.old")}
         files.sweep(left if folder.is_relative_to(out) else (path for path in left if _settled(path)))
-        files.sweep(path for path in folder.glob("*.ckpt") if path.with_suffix(".parcel").exists() and path.with_suffix(".jsonl").exists())
+        files.sweep(
+            path
+            for path in folder.glob("*.ckpt")
+            if path.with_suffix(".parcel").exists() and path.with_suffix(".jsonl").exists()
+        )
 
 
 def _settled(path: Path, seconds: float = 10.0) -> bool:
@@ -225,8 +254,7 @@ def _absolute(data: DataSettings) -> DataSettings:
 
 
 def collect(jobs: list[Job], out: Path) -> list[Path]:
-    """The run's own parcels folder: hard links into the store where there is one, so that a run folder is always whole.
-    """
+    """The run's own parcels folder: hard links into the store where there is one, so that a run folder is always whole."""
     paths = []
     for job in jobs:
         path = out / "parcels" / f"{job.site}.parcel"
@@ -263,13 +291,17 @@ def proxy_of(config: RunConfig, bundle: DataBundle, split: Split) -> Dataset | N
         proxy = DataSettings(name=config.proxy, size=bundle.train.size[0], holdout=0.0).load().train
     if (proxy.size, proxy.channels) != (bundle.train.size, bundle.train.channels):
         raise BadInput(
-            f"the proxy images are {proxy.size}x{proxy.channels}, the data's {bundle.train.size}x{bundle.train.channels}; name others"
+            f"the proxy images are {proxy.size}x{proxy.channels}, the data's"
+            f" {bundle.train.size}x{bundle.train.channels}; name others"
         )
     if bundle.test is not None:
         known = {image.tobytes() for image in bundle.test.images}
         seen = sum(image.tobytes() in known for image in proxy.images)
         if seen:
-            raise BadInput(f"{seen} of the {len(proxy)} proxy images are test images; test data may choose nothing, so name other images")
+            raise BadInput(
+                f"{seen} of the {len(proxy)} proxy images are test images; test data may choose nothing, so name other"
+                " images"
+            )
     return proxy
 
 
@@ -300,10 +332,15 @@ def judge(
                 judge_of, scored = local, alone_score
         assert judge_of is not None
         assert scored is not None
-        own[name] = _scored(judge_of, mine, classes, device)[0] if mine is not None else own_accuracy(scored[1], split.counts[name])
+        own[name] = (
+            _scored(judge_of, mine, classes, device)[0]
+            if mine is not None
+            else own_accuracy(scored[1], split.counts[name])
+        )
     if common is None:
         by_class = [
-            sum(v for v in column if v is not None) / len(column) if column[0] is not None else None for column in zip(*each, strict=True)
+            sum(v for v in column if v is not None) / len(column) if column[0] is not None else None
+            for column in zip(*each, strict=True)
         ]
         judged |= {"accuracy": sum(alone.values()) / len(alone)}
     else:
@@ -313,7 +350,9 @@ def judge(
     return judged | ({"local_accuracy": alone} if alone else {})
 
 
-def looked_into(todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBundle, device: str, proxy: Any = None) -> dict[str, Any]:
+def looked_into(
+    todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBundle, device: str, proxy: Any = None
+) -> dict[str, Any]:
     """How alike the clients became, and what fusing their snapshots would have given: offline, with nothing in the
     ledger."""
     assert bundle.test is not None
@@ -325,7 +364,9 @@ def looked_into(todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBund
         write_json(kept, consistency([parcel.read(path) for path in paths], probe, todo.config.seed, device))
     if kept.exists():
         found["consistency"] = read_json(kept)
-    snapshots = sorted((jobs[0].folder / "snapshots").glob("[0-9]*")) if todo.fusion and todo.recipe.train.snapshots else []
+    snapshots = (
+        sorted((jobs[0].folder / "snapshots").glob("[0-9]*")) if todo.fusion and todo.recipe.train.snapshots else []
+    )
     if snapshots:
         test = part_of(bundle.test)
         found["checkpoints"] = []
@@ -335,7 +376,9 @@ def looked_into(todo: Plan, jobs: list[Job], paths: list[Path], bundle: DataBund
             # it sent.
             kept_then = [then if (then := folder / path.name).exists() else path for path in paths]
             predictor = todo.fusion.fuse(Inbox(kept_then), proxy=proxy, seed=todo.config.seed, device=device)
-            found["checkpoints"].append({"epoch": int(folder.name), "accuracy": _scored(predictor, test, bundle.test.classes, device)[0]})
+            found["checkpoints"].append(
+                {"epoch": int(folder.name), "accuracy": _scored(predictor, test, bundle.test.classes, device)[0]}
+            )
     return found
 
 
@@ -347,16 +390,30 @@ def _scored(predictor: Predictor, part: Part, classes: int, device: str) -> tupl
 def describe(config: RunConfig, todo: Plan, split: Split, bundle: DataBundle) -> dict[str, Any]:
     recipe = todo.recipe
     return {
-        "method": config.method, "objective": recipe.objective, "fusion": todo.fusion.name if todo.fusion else None, "model": recipe.spec.name,
-        "parameters": recipe.spec.parameter_count(), "data": bundle.name, "split": split.settings.name, "split_hash": split.hash,
-        "clients": len(split.shares), "alpha": split.settings.alpha, "epochs": recipe.train.epochs, "codec": recipe.codec,
+        "method": config.method,
+        "objective": recipe.objective,
+        "fusion": todo.fusion.name if todo.fusion else None,
+        "model": recipe.spec.name,
+        "parameters": recipe.spec.parameter_count(),
+        "data": bundle.name,
+        "split": split.settings.name,
+        "split_hash": split.hash,
+        "clients": len(split.shares),
+        "alpha": split.settings.alpha,
+        "epochs": recipe.train.epochs,
+        "codec": recipe.codec,
     }
 
 
 def versions() -> dict[str, str]:
     import numpy
 
-    return {"flyby": __version__, "python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    return {
+        "flyby": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
 
 
 def hardware(device: str) -> str:

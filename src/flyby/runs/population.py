@@ -19,38 +19,47 @@ from typing import Any
 
 import torch
 
-from flyby.parcels import parcel
-from flyby.parcels.gate import open_gate, remember
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Site, site_of, whole_site
 from flyby.data.sources import load
 from flyby.data.splits import Split, make_split
 from flyby.engines.engine import Job, engine_named
 from flyby.errors import BadInput, unknown
-from flyby.fusion.evaluation import accuracy, scores_of
 from flyby.files import atomic_folder, file_digest, read_json, write_json, write_text
 from flyby.fusion import load_predictor, save_predictor
+from flyby.fusion.evaluation import accuracy, scores_of
 from flyby.fusion.predictor import Predictor, Single
-from flyby.parcels.ledger import Ledger
-from flyby.runs.methods import method_named
 from flyby.orient.admit import read_inbox
 from flyby.orient.candidate import Candidate
 from flyby.orient.collect import Schedule, make_schedule, record_round
 from flyby.orient.pipeline import Personal, check_site, orient
 from flyby.orient.settings import FleetSettings, OrientSettings, stage_defaults
+from flyby.parcels import parcel
+from flyby.parcels.gate import open_gate, remember
+from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Parcel
-from flyby.settings import build, parse_assignment
 from flyby.report import orient_report
 from flyby.runs.attacks import assault, met, success
 from flyby.runs.config import Plan, RunConfig, pick_device, plan
+from flyby.runs.methods import method_named
+from flyby.runs.pipeline import (
+    check_names,
+    check_same_split,
+    collect,
+    describe,
+    hardware,
+    peak_memory_mb,
+    sweep,
+    uploads,
+    versions,
+)
 from flyby.runs.progress import Progress
-from flyby.runs.pipeline import check_names, check_same_split, collect, describe, hardware, peak_memory_mb, sweep, uploads, versions
+from flyby.settings import build, parse_assignment
 
 
 @dataclass
 class Node:
-    """One node between rounds: its data, every version of its model so far, the peers it kept, and what was measured.
-    """
+    """One node between rounds: its data, every version of its model so far, the peers it kept, and what was measured."""
 
     site: Site
     versions: list[Parcel]
@@ -76,12 +85,16 @@ def run_population(
     judged = evaluated(settings.eval_nodes, names)
     if config.attack.kind != "none" and settings.sends == "current":
         raise BadInput(
-            "an attack forges what is sent first, and under orient.sends=current nodes send what they made of it; leave that out"
+            "an attack forges what is sent first, and under orient.sends=current nodes send what they made of it; leave"
+            " that out"
         )
     _check_parts(split, judged)
     check_same_split(split, out)
     split.save(out / "split.json")
-    resolved = {"recipes": [p.recipe.model_dump(mode="json") for p in plans], "orient": settings.model_dump(mode="json")}
+    resolved = {
+        "recipes": [p.recipe.model_dump(mode="json") for p in plans],
+        "orient": settings.model_dump(mode="json"),
+    }
     write_json(out / "config.json", {**config.model_dump(mode="json"), "resolved": resolved})
     schedule = the_schedule(settings, names, config.seed)
     schedule.save(out / "schedule.json")
@@ -92,30 +105,60 @@ def run_population(
     missing = [job for job in jobs if not job.done()]
     with Progress(f"pretraining for {config.method}", plans[0].recipe.train.epochs, len(missing), quiet) as bar:
         engine_named(engine)(missing, bar.on_epoch)
-    write_text(out / "metrics.jsonl", "".join(line + "\n" for job in jobs for line in job.rows_path.read_text().splitlines()))
-    sent, liars = assault(config.attack, jobs, collect(jobs, out), bundle, split, judged if len(judged) < len(names) else ())
+    write_text(
+        out / "metrics.jsonl", "".join(line + "\n" for job in jobs for line in job.rows_path.read_text().splitlines())
+    )
+    sent, liars = assault(
+        config.attack, jobs, collect(jobs, out), bundle, split, judged if len(judged) < len(names) else ()
+    )
     paths, judged = dict(zip(names, sent, strict=True)), [name for name in judged if name not in liars]
     trained = time.perf_counter()
 
     variant = method_named(config.method).orient or "fol"
     ledger = Ledger()
-    facts = personalise(config.seed, variant, settings, schedule, bundle, split, paths, judged, ledger, out, device, quiet)
+    facts = personalise(
+        config.seed, variant, settings, schedule, bundle, split, paths, judged, ledger, out, device, quiet
+    )
     ledger.save(out / "ledger.json")
-    threat = met(facts, {name: [s for e in range(settings.rounds) for s in schedule.senders(name, e + 1)] for name in judged}, liars)
+    threat = met(
+        facts,
+        {name: [s for e in range(settings.rounds) for s in schedule.senders(name, e + 1)] for name in judged},
+        liars,
+    )
     if config.attack.kind == "backdoor":
-        fooled = [success(load_predictor(out / "personal" / n), site_of(bundle, split, n).test, config.attack, device) for n in judged]
+        fooled = [
+            success(load_predictor(out / "personal" / n), site_of(bundle, split, n).test, config.attack, device)
+            for n in judged
+        ]
         threat["attack_success"] = statistics.fmean(rate for rate in fooled if rate is not None)
     own = {name: facts[name]["answer"] for name in judged}
     ended = time.perf_counter()
     timings = {"load": loaded - started, "pretrain": trained - loaded, "orient": ended - trained}
     write_json(out / "extra.json", orient_report.sections(facts, variant, settings))
     result = {
-        **describe(config, plans[0], split, bundle), "accuracy": sum(own.values()) / len(own), "per_client": own,
-        "local_per_client": {name: facts[name]["local"] for name in judged}, "by_round": {name: by_round(facts[name]) for name in judged}, **threat, "per_class": orient_report.per_class(facts, split.class_names),
-        "model": ", ".join(dict.fromkeys(p.recipe.spec.name for p in plans)), "rounds": settings.rounds, "buffer": settings.buffer, "top": settings.top,
-        "uploads": len(ledger.crossings), "bytes_up": ledger.total_bytes, "bytes_down": 0, "seconds": round(ended - started, 3),
-        "timings": {k: round(v, 3) for k, v in timings.items()}, "engine": engine, "trained": len(missing), "peak_memory_mb": round(peak_memory_mb(), 1),
-        "seed": config.seed, "versions": versions(), "hardware": hardware(device), "command": command,
+        **describe(config, plans[0], split, bundle),
+        "accuracy": sum(own.values()) / len(own),
+        "per_client": own,
+        "local_per_client": {name: facts[name]["local"] for name in judged},
+        "by_round": {name: by_round(facts[name]) for name in judged},
+        **threat,
+        "per_class": orient_report.per_class(facts, split.class_names),
+        "model": ", ".join(dict.fromkeys(p.recipe.spec.name for p in plans)),
+        "rounds": settings.rounds,
+        "buffer": settings.buffer,
+        "top": settings.top,
+        "uploads": len(ledger.crossings),
+        "bytes_up": ledger.total_bytes,
+        "bytes_down": 0,
+        "seconds": round(ended - started, 3),
+        "timings": {k: round(v, 3) for k, v in timings.items()},
+        "engine": engine,
+        "trained": len(missing),
+        "peak_memory_mb": round(peak_memory_mb(), 1),
+        "seed": config.seed,
+        "versions": versions(),
+        "hardware": hardware(device),
+        "command": command,
     }
     write_json(out / "result.json", result)
     write_report(out)
@@ -128,7 +171,10 @@ def plan_fleet(config: RunConfig, bundle: DataBundle) -> tuple[FleetSettings, li
     settings = build(FleetSettings, {**stages, **config.orient}, "orient")
     config = config.model_copy(update={"train": {**train, **config.train}})
     kinds = settings.fleet or (config.model.name,)
-    return settings, [plan(config.model_copy(update={"model": config.model.model_copy(update={"name": kind})}), bundle) for kind in kinds]
+    return settings, [
+        plan(config.model_copy(update={"model": config.model.model_copy(update={"name": kind})}), bundle)
+        for kind in kinds
+    ]
 
 
 def fleet_jobs(plans: Sequence[Plan], split: Split, out: Path, device: str, store: Path | None) -> list[Job]:
@@ -156,8 +202,8 @@ def _check_parts(split: Split, judged: list[str]) -> None:
         share = split.shares[name]
         if not (len(share.val) and len(share.test)):
             raise BadInput(
-                f"{name} has {len(share.val)} validation and {len(share.test)} test images of its own, and personalisation needs both; "
-                "use --split fol, or --set split.val=0.15 --set split.test=0.15"
+                f"{name} has {len(share.val)} validation and {len(share.test)} test images of its own, and"
+                " personalisation needs both; use --split fol, or --set split.val=0.15 --set split.test=0.15"
             )
 
 
@@ -167,24 +213,38 @@ def the_schedule(settings: FleetSettings, names: list[str], seed: int) -> Schedu
     schedule = Schedule.load(settings.meetings)
     if set(schedule.nodes) != set(names) or len(schedule.rounds) < settings.rounds:
         raise BadInput(
-            f"{settings.meetings} is for {len(schedule.nodes)} nodes and {len(schedule.rounds)} rounds, this run has {len(names)} and {settings.rounds} "
-            "(or other names); make one for this run"
+            f"{settings.meetings} is for {len(schedule.nodes)} nodes and {len(schedule.rounds)} rounds, this run has"
+            f" {len(names)} and {settings.rounds} (or other names); make one for this run"
         )
     return schedule
 
 
 def personalise(
-    seed: int, variant: str, settings: FleetSettings, schedule: Schedule, bundle: DataBundle, split: Split, paths: dict[str, Path],
-    judged: list[str], ledger: Ledger, out: Path, device: str, quiet: bool,
+    seed: int,
+    variant: str,
+    settings: FleetSettings,
+    schedule: Schedule,
+    bundle: DataBundle,
+    split: Split,
+    paths: dict[str, Path],
+    judged: list[str],
+    ledger: Ledger,
+    out: Path,
+    device: str,
+    quiet: bool,
 ) -> dict[str, dict[str, Any]]:
     """All rounds of all nodes that work; facts of the evaluated ones by name. Where only pretrained models travel,
     nodes go one after another, each through all its rounds; where current ones do, rounds go one after another, each
     over all nodes."""
     rounds = range(1, settings.rounds + 1)
     current = settings.sends == "current"
-    finished = {name: read_json(_node_path(out, name)) for name in judged if _node_path(out, name).exists() and not current}
+    finished = {
+        name: read_json(_node_path(out, name)) for name in judged if _node_path(out, name).exists() and not current
+    }
     workers = list(split.shares) if current else [name for name in judged if name not in finished]
-    order = [(name, e) for e in rounds for name in workers] if current else [(name, e) for name in workers for e in rounds]
+    order = (
+        [(name, e) for e in rounds for name in workers] if current else [(name, e) for name in workers for e in rounds]
+    )
     pretrained = {name: parcel.read(path) for name, path in paths.items()} if workers else {}
     if not current:
         sizes = {name: (path.stat().st_size, file_digest(path)) for name, path in paths.items()}
@@ -198,7 +258,9 @@ def personalise(
             record_round(ledger, schedule, e, {n: _crossing(_version(nodes.get(n), pretrained[n], e)) for n in workers})
         node = nodes[name]
         inbox = [_version(nodes.get(s) if current else None, pretrained[s], e) for s in schedule.senders(name, e)]
-        made = orient(node.versions[-1], inbox, node.site, settings, seed, device, variant=variant, kept=node.kept, number=e)
+        made = orient(
+            node.versions[-1], inbox, node.site, settings, seed, device, variant=variant, kept=node.kept, number=e
+        )
         node.versions.append(made.own)
         node.kept = made.kept
         if name in judged:
@@ -214,7 +276,13 @@ def personalise(
 
 def _start(site: Site, own: Parcel, device: str) -> Node:
     local = Single([own.manifest.spec], own.manifest.class_names, [own.network()])
-    facts = {"model": own.manifest.spec.name, "train": len(site.train), "val": len(site.val), "test": len(site.test), "rounds": []}
+    facts = {
+        "model": own.manifest.spec.name,
+        "train": len(site.train),
+        "val": len(site.val),
+        "test": len(site.test),
+        "rounds": [],
+    }
     return Node(site, [own], facts=facts | {"local": _own_test(local, site, device)})
 
 
@@ -234,7 +302,9 @@ def _own_test(predictor: Predictor, site: Site, device: str) -> float:
 def _measure(node: Node, made: Personal, number: int, device: str) -> None:
     node.facts["rounds"].append(
         {
-            "round": number, "student": _own_test(made.student, node.site, device), "teacher": _own_test(made.teacher, node.site, device),
+            "round": number,
+            "student": _own_test(made.student, node.site, device),
+            "teacher": _own_test(made.teacher, node.site, device),
             **plain({"candidates": made.rows, "log": made.log, **made.facts}),
         }
     )
@@ -243,16 +313,27 @@ def _measure(node: Node, made: Personal, number: int, device: str) -> None:
 def by_round(facts: dict[str, Any]) -> dict[str, Any]:
     """A node's own-test accuracies: alone, and after every round its student's and its teacher's; with the number of
     images they stand on."""
-    return {"images": facts["test"], "local": facts["local"], **{who: [r[who] for r in facts["rounds"]] for who in ("student", "teacher")}}
+    return {
+        "images": facts["test"],
+        "local": facts["local"],
+        **{who: [r[who] for r in facts["rounds"]] for who in ("student", "teacher")},
+    }
 
 
 def _finish(node: Node, name: str, made: Personal, device: str, out: Path, variant: str) -> dict[str, Any]:
     scores, labels = scores_of(made.predictor, node.site.test.images, device), node.site.test.labels
     classes = len(node.site.class_names)
     right = torch.bincount(labels[scores.argmax(1) == labels], minlength=classes)
-    node.facts |= {"answer": accuracy(scores, labels), "right": right.tolist(), "seen": torch.bincount(labels, minlength=classes).tolist()}
+    node.facts |= {
+        "answer": accuracy(scores, labels),
+        "right": right.tolist(),
+        "seen": torch.bincount(labels, minlength=classes).tolist(),
+    }
     save_predictor(
-        made.predictor, out / "personal" / name, {"method": variant, "node": name, "own-test accuracy": node.facts["answer"]}, export=False
+        made.predictor,
+        out / "personal" / name,
+        {"method": variant, "node": name, "own-test accuracy": node.facts["answer"]},
+        export=False,
     )
     write_json(_node_path(out, name), node.facts)
     return node.facts
@@ -276,17 +357,30 @@ def _say(name: str, number: int, facts: dict[str, Any]) -> None:
     peers = sum(c["sender"] != "self" for c in one["candidates"])
     spent = sum(one["seconds"].values())
     print(
-        f"{name} round {number}: {peers} neighbours, {len(one['log'])} notes, local {facts['local']:.4f}, student {one['student']:.4f}, "
-        f"teacher {one['teacher']:.4f}, {spent:.1f} s",
+        f"{name} round {number}: {peers} neighbours, {len(one['log'])} notes, local {facts['local']:.4f}, student"
+        f" {one['student']:.4f}, teacher {one['teacher']:.4f}, {spent:.1f} s",
         file=sys.stderr,
         flush=True,
     )
 
 
 def orient_folder(
-    own_path: Path, inbox: Path | Callable[[], Sequence[Path]], data: str, out: Path, *, variant: str = "fol", size: int | None = None, assignments: Sequence[str] = (),
-    seed: int = 0, device: str = "auto", export: bool = True, trust: Path | None = None, require_signed: bool = False, ledger: Path | None = None,
-    quarantine: Path | None = None, **limits: int | None,
+    own_path: Path,
+    inbox: Path | Callable[[], Sequence[Path]],
+    data: str,
+    out: Path,
+    *,
+    variant: str = "fol",
+    size: int | None = None,
+    assignments: Sequence[str] = (),
+    seed: int = 0,
+    device: str = "auto",
+    export: bool = True,
+    trust: Path | None = None,
+    require_signed: bool = False,
+    ledger: Path | None = None,
+    quarantine: Path | None = None,
+    **limits: int | None,
 ) -> dict[str, Any]:
     """``flyby orient``: one real node, its own parcel, a folder of received ones (which come through a gate) and its
     own images; writes a deployable folder."""
@@ -301,7 +395,15 @@ def orient_folder(
     values = dict(_assignment(text) for text in assignments)
     settings = build(OrientSettings, {**stage_defaults(site.size)[1], **values}, "orient")
     files = inbox() if callable(inbox) else inbox  # a wait, once all else is known to be right
-    gate = open_gate(own.manifest.sender, out, trust=trust, require_signed=require_signed, ledger=ledger, quarantine=quarantine, **limits)
+    gate = open_gate(
+        own.manifest.sender,
+        out,
+        trust=trust,
+        require_signed=require_signed,
+        ledger=ledger,
+        quarantine=quarantine,
+        **limits,
+    )
     received, refused = read_inbox(files, gate, own)
     made = orient(own, received, site, settings, seed, pick_device(device), variant=variant)
     scores = {row["sender"]: row["score"] for row in made.rows}
@@ -314,8 +416,15 @@ def orient_folder(
         parcel.write(made.own, folder / f"{own.manifest.sender}.parcel")
     remember(gate, ledger)
     return {
-        "out": str(out), "variant": variant, "node": own.manifest.sender, "received": len(received) + len(refused), "used": len(made.rows) - 1,
-        "chosen": [row["sender"] for row in made.rows if row["chosen"]], "scores": scores, "log": facts["log"], "bytes_received": gate.ledger.total_bytes,
+        "out": str(out),
+        "variant": variant,
+        "node": own.manifest.sender,
+        "received": len(received) + len(refused),
+        "used": len(made.rows) - 1,
+        "chosen": [row["sender"] for row in made.rows if row["chosen"]],
+        "scores": scores,
+        "log": facts["log"],
+        "bytes_received": gate.ledger.total_bytes,
         "refused": [one.row() for one in gate.refused],
         "files": sorted(p.name for p in out.iterdir()),
     }

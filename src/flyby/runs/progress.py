@@ -27,23 +27,37 @@ class Progress:
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
-                console=Console(stderr=True), transient=True,
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
             )
             self._bar.start()
             self._task = self._bar.add_task(self.title, total=self.total, note="")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
     def on_epoch(self, row: Row) -> None:
         self.done += 1
-        note = f"{row['site']} epoch {row['epoch']}/{self.epochs} loss {row['loss']:.3f} {row['samples_per_second']:,.0f} img/s"
+        note = (
+            f"{row['site']} epoch {row['epoch']}/{self.epochs} loss {row['loss']:.3f} {row['samples_per_second']:,.0f}"
+            " img/s"
+        )
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, note=note)
         elif not self.quiet and (row["epoch"] == self.epochs or time.perf_counter() - self.spoken > 5):
             self.spoken = time.perf_counter()
             left = (self.spoken - self.started) / self.done * (self.total - self.done)
-            print(f"{self.title}: {note}, {self.done / self.total:.0%}, about {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{self.title}: {note}, {self.done / self.total:.0%}, about {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -8,24 +8,30 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flyby.parcels import parcel
-from flyby.parcels.gate import Gate, Refused, remember
 from flyby.data.site import Part, part_of, whole_site
 from flyby.data.sources import load
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, sole_writer
 from flyby.fusion import Fusion, Inbox, save_predictor
-from flyby.runs.methods import fusion_named, objective_named
-from flyby.settings import build, parse_assignment
+from flyby.parcels import parcel
+from flyby.parcels.gate import Gate, Refused, remember
 from flyby.parcels.signing import PrivateKey, check_sender, sign
 from flyby.runs.config import RunConfig, pick_device, plan
-from flyby.runs.progress import Progress
+from flyby.runs.methods import fusion_named, objective_named
 from flyby.runs.pipeline import SERVER, check_names
+from flyby.runs.progress import Progress
+from flyby.settings import build, parse_assignment
 from flyby.training.loop import train_site
 
 
 def train_parcel(
-    config: RunConfig, out: Path, site_id: str, *, device: str = "auto", quiet: bool = False, key: PrivateKey | None = None
+    config: RunConfig,
+    out: Path,
+    site_id: str,
+    *,
+    device: str = "auto",
+    quiet: bool = False,
+    key: PrivateKey | None = None,
 ) -> tuple[parcel.Manifest, int]:
     """``flyby train``: one site's own data to one parcel, signed where there is a key. Interrupted, the same command
     goes on where it stopped."""
@@ -47,8 +53,20 @@ def train_parcel(
         try:
             with Progress(f"training {site_id}", recipe.train.epochs, 1, quiet) as bar:
                 trained = train_site(
-                    site, recipe.spec, objective, recipe.train, recipe.views, recipe.seed,
-                    codec=recipe.codec, counts=recipe.counts, epsilon=recipe.epsilon, simulated=False, device=pick_device(device), folder=work, on_epoch=bar.on_epoch, provenance={"key": settings},
+                    site,
+                    recipe.spec,
+                    objective,
+                    recipe.train,
+                    recipe.views,
+                    recipe.seed,
+                    codec=recipe.codec,
+                    counts=recipe.counts,
+                    epsilon=recipe.epsilon,
+                    simulated=False,
+                    device=pick_device(device),
+                    folder=work,
+                    on_epoch=bar.on_epoch,
+                    provenance={"key": settings},
                 )
             written = parcel.write(trained.parcel if key is None else sign(trained.parcel, key), out)
             shutil.rmtree(work, ignore_errors=True)
@@ -111,7 +129,9 @@ def fuse_parcels(
     typical = gate.typical()
     images = load(proxy, size=typical.spec.size[0]).train if proxy else None
     judges = _judges(validation, typical) if validation else None
-    gate.settle(judges, pick_device(device), like=typical if judges else None, rule=None if fusion.heterogeneous else rule)
+    gate.settle(
+        judges, pick_device(device), like=typical if judges else None, rule=None if fusion.heterogeneous else rule
+    )
     _enough(gate, min_sites)
     inbox = Inbox(one.source for one in gate.waiting)
     work = out.parent / f".{out.name}.server"
@@ -157,7 +177,8 @@ def _enough(gate: Gate, least: int | None) -> None:
         others = len(gate.refused) - 1
         raise Refused(first.reason + (f" (and {others} more refused)" if others else ""), first.stage)
     raise Refused(
-        f"{there} parcels were let in, fewer than --min-sites {least}, and {len(gate.refused)} refused; the first: {first.reason}",
+        f"{there} parcels were let in, fewer than --min-sites {least}, and {len(gate.refused)} refused; the first:"
+        f" {first.reason}",
         first.stage,
     )
 
@@ -169,6 +190,7 @@ def _judges(name: str, like: parcel.Manifest) -> Part:
     data = bundle.validation or bundle.train
     if data.class_names != like.class_names or data.channels != like.spec.channels:
         raise BadInput(
-            f"--validation {name} has other classes or images than the parcels; name labelled images like those they were trained on"
+            f"--validation {name} has other classes or images than the parcels; name labelled images like those they"
+            " were trained on"
         )
     return part_of(data)
