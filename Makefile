@@ -36,7 +36,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --cov=flyby --cov-report=term-missing:skip-covered --cov-fail-under=90 --durations=15
+	$(BIN)/python -m pytest -n 2 --cov=flyby --cov-report=term-missing:skip-covered --cov-fail-under=90 --durations=15
 
 bench: $(STAMP)
 	$(BIN)/flyby bench

@@ -63,14 +63,14 @@ def with_flower(words: argparse.Namespace) -> None:
     @client.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
         from flyby.data.site import site_of
-        from flyby.runs.methods import objective_named
+        from flyby.objectives import OBJECTIVES
         from flyby.training.loop import train_site
 
         torch.set_num_threads(1)
         bundle, todo, split = settings_of(words)
         recipe = todo.recipe
         site = site_of(bundle, split, list(split.shares)[int(context.node_config["partition-id"])])
-        kind = objective_named(recipe.objective)
+        kind = OBJECTIVES[recipe.objective]
         made = train_site(
             site, recipe.spec, kind(kind.settings_type(calibrate=False)), recipe.train, recipe.views, recipe.seed
         )

@@ -38,7 +38,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import flyby.engines.preload
-import flyby.report.report
+import flyby.report.write
 import flyby.runs.population
 import flyby.runs.single  # noqa: F401
 from flyby import cli

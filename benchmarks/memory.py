@@ -144,13 +144,12 @@ def fuse(folder: Path, words: argparse.Namespace, rule: str) -> tuple[float, flo
 def child(rule: str, folder: Path) -> None:
     import torch
 
-    from flyby.fusion import Inbox
+    from flyby.fusion import FUSIONS, Inbox
     from flyby.fusion.evaluation import scores_of
-    from flyby.runs.methods import fusion_named
 
     torch.set_num_threads(1)
     paths = sorted(folder.glob("*.parcel"))
-    predictor = fusion_named(rule)().fuse(Inbox(paths))
+    predictor = FUSIONS[rule]().fuse(Inbox(paths))
     images = torch.randint(0, 256, (64, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scores = scores_of(predictor, images)
     print(

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from flyby.bench.orient import made_up, plain, seconds_of, stacked
+from flyby.bench.neighbours import made_up, plain, seconds_of, stacked
 from flyby.data.views import STANDARD
 from flyby.models import ModelSpec
 from flyby.orient import OrientSettings

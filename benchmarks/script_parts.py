@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from flyby.bench.bench import works
-from flyby.bench.plain import Images, Script, contrastive_view
+from flyby.bench.measure import Wanted
+from flyby.bench.script import Images, Script, contrastive_view
 from flyby.rng import generator
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     words.add_argument("--steps", type=int, default=40)
     words.add_argument("--seconds", type=float, default=3.0)
     asked = words.parse_args()
-    work = next(w for w in works(asked.device, only=["salt"]) if w.way == "script")
+    work = next(w for w in Wanted(asked.device).cases(["salt"]) if w.way == "script")
     part = work.part(work.batch * asked.steps)
     data = Images(part.images.numpy(), part.labels.numpy(), contrastive_view, work.views.views)
     for workers in [int(w) for w in asked.workers.split(",") if w] or [work.workers]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from flyby.fusion import Inbox
+from flyby.fusion.base import Server
 from flyby.fusion.distilled.dense import Dense, DenseSettings
 from flyby.fusion.distilled.synthesis import memory_of
 from flyby.models import ModelSpec
@@ -56,7 +57,7 @@ def main() -> None:
         before = peak()
         settings = DenseSettings(images=asked.images, steps=1, epochs=1, batch=asked.images, resident=asked.resident)
         began = time.perf_counter()
-        Dense(settings).fuse(Inbox(paths), device=asked.device)
+        Dense(settings).fuse(Inbox(paths), Server(device=asked.device))
         seconds = time.perf_counter() - began
     facts = {
         "teachers": asked.teachers,

@@ -1,4 +1,4 @@
-"""What all tests share: a private cache, one thread, quiet hypothesis, and the digits."""
+"""What all tests share: a private cache, one thread, quiet hypothesis, an end when a worker dies, and the digits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("flyby")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """A worker that dies ends the whole run, at once and with a failure: xdist's replacement for it can wait for ever,
+    and without one the others finish all that was given to them first."""
+    if error:
+        try:
+            where = node.config.pluginmanager.getplugin("dsession").sched.remove_node(node)
+        except KeyError:  # it had no tests yet
+            where = None
+        pytest.exit(f"worker {node.gateway.id} died {f'in {where}' if where else 'between tests'}", returncode=1)
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
-from factories import call, done, one_line, stripes
+from factories import WAIT, call, done, one_line, stripes
 from flyby.bench import growth as bench_growth
-from flyby.bench.bench import COLUMNS, Rates, markdown, measure, table, works
-from flyby.bench.loops import Loop, Turn, Work, end
-from flyby.bench.plain import Images, Script, contrast, contrastive_view, crop_and_mirror, resized_crop
+from flyby.bench.loops import Case, Loop, Turn, end
+from flyby.bench.measure import COLUMNS, Rates, Wanted, markdown, measure, table
+from flyby.bench.script import Images, Script, contrast, contrastive_view, crop_and_mirror, resized_crop
 from flyby.errors import BadInput, FlybyError
 from flyby.models import ModelSpec
 from flyby.rng import generator
@@ -56,7 +56,7 @@ def test_ratios_are_medians_of_each_round_s_own() -> None:
 
 
 def test_every_work_has_its_yardsticks() -> None:
-    assert [(w.work, w.way) for w in works("cpu")] == [
+    assert [(w.work, w.way) for w in Wanted("cpu").cases()] == [
         ("plain", "limit"),
         ("plain", "flyby"),
         ("plain", "script"),
@@ -65,13 +65,13 @@ def test_every_work_has_its_yardsticks() -> None:
         ("salt", "script"),
         ("aurora", "flyby"),
     ]
-    alone = works("cpu", only=["aurora"], batch=32)
+    alone = Wanted("cpu", batch=32).cases(["aurora"])
     assert [w.way for w in alone] == ["limit", "flyby", "script"]
     assert {(w.work, w.batch, w.views.views, w.spec().head) for w in alone} == {("aurora", 32, 2, "prototype")}
     with pytest.raises(BadInput, match="did you mean 'salt'"):
-        works("cpu", only=["slat"])
+        Wanted("cpu").cases(["slat"])
     with pytest.raises(BadInput, match="cannot take images of 8x8"):
-        works("cpu", model="cnn-fol", size=8)
+        Wanted("cpu", model="cnn-fol", size=8).cases()
 
 
 def test_the_command_measures_all_three_ways(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_command_measures_all_three_ways(tmp_path: Path) -> None:
 def test_two_views_count_once_and_losses_are_losses() -> None:
     todo = [
         w.model_copy(update={"steps": 2, "script_steps": 3})
-        for w in works("cpu", model="mlp", size=8, batch=16, workers=0, only=["salt"])
+        for w in Wanted("cpu", model="mlp", size=8, batch=16, workers=0).cases(["salt"])
     ]
     turns = measure(todo, 0.02, rounds=1)
     for (_, way), (one,) in turns.items():
@@ -104,7 +104,7 @@ def test_two_views_count_once_and_losses_are_losses() -> None:
 
 
 def test_a_loop_that_fails_says_which_and_why() -> None:
-    loop = Loop(Work(work="plain", way="flyby", model="cnn-fol", size=8, batch=16, device="cpu"))
+    loop = Loop(Case(work="plain", way="flyby", model="cnn-fol", size=8, batch=16, device="cpu"))
     try:
         with pytest.raises(
             FlybyError, match="the flyby loop of plain failed: BadInput: cnn-fol cannot take images of 8x8"
@@ -149,7 +149,7 @@ def test_an_interrupted_bench_ends_quietly() -> None:
         assert process.stderr is not None
         said = [process.stderr.readline() for _ in range(4)]
         process.send_signal(signal.SIGINT)
-        out, rest = process.communicate(timeout=60)
+        out, rest = process.communicate(timeout=WAIT)
     assert said[0] == "bench: starting plain, limit\n"
     assert rest.splitlines()[-1] == "flyby: interrupted"
     assert "Traceback" not in rest
@@ -221,13 +221,12 @@ def test_growth_of_bytes(tmp_path: Path) -> None:
 
 
 def test_growth_of_clients_and_neighbours() -> None:
-    found = bench_growth.grow(
-        "clients", device="cpu", model="mlp", size=8, points="1,2", engines=["inline"], quiet=True
-    )
+    wanted = Wanted("cpu", model="mlp", size=8)
+    found = bench_growth.grow("clients", wanted, "1,2", ["inline"])
     assert [(row["x"], row["line"]) for row in found["rows"]] == [(1, "inline"), (2, "inline")]
     assert all(row["value"] == pytest.approx(row["x"] * 256 * 4 / row["seconds"], rel=0.5) for row in found["rows"])
     assert "| clients |" in bench_growth.describe(found)
-    found = bench_growth.grow("neighbours", device="cpu", model="mlp", size=8, points="2", quiet=True)
+    found = bench_growth.grow("neighbours", wanted, "2")
     assert [row["line"] for row in found["rows"]] == ["plain loop", "one by one", "together"]
 
 

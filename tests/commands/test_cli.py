@@ -136,6 +136,15 @@ def test_evaluate_agrees_with_the_run(shelf: Path) -> None:
     assert "columns" in text
 
 
+def test_a_source_says_itself_what_it_is_judged_by(tmp_path: Path) -> None:
+    done("train", "--data", "digits", "--out", tmp_path / "a.parcel", *PLAIN, "--quiet")
+    facts = done("evaluate", tmp_path / "a.parcel", "--data", "digits", "--json").json
+    assert facts["images"] == 359, "a fifth of each class"
+    mine = make_npz(tmp_path / "digits-of-mine.npz", images=make_images(20, channels=1), labels=np.arange(20) % 10)
+    facts = done("evaluate", tmp_path / "a.parcel", "--data", mine, "--json").json
+    assert facts["images"] == 20, "a file has no share of its own, whatever it is called"
+
+
 def test_predict_names_a_class_for_every_image(shelf: Path) -> None:
     image = shelf / "image.png"
     rows = done("predict", shelf / "run", image, image, "--json").json

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from factories import done
+from factories import WAIT, done
 from flyby.data.dataset import DataBundle
 from flyby.data.splits import SPLITS, SplitSettings, make_split
 from flyby.fusion import FUSIONS, Inbox, load_predictor
@@ -28,7 +29,7 @@ from flyby.parcels.codecs import CODECS
 from flyby.runs.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "my_method.py"
+EXAMPLE = ROOT / "examples" / "my_method"
 TINY = ModelSpec(name="mlp", classes=10, channels=1, size=(8, 8), widths={"fc1": 12, "fc2": 8})
 
 
@@ -80,7 +81,7 @@ def made(
 def python(code: str, cwd: Path, *flags: str) -> str:
     """What some code prints in a Python of its own."""
     ended = subprocess.run(
-        [sys.executable, *flags, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *flags, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=WAIT, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -90,83 +91,114 @@ def python(code: str, cwd: Path, *flags: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    """The example as a module; what it registers is taken out again, for the sake of the other tests."""
-    before = dict(FUSIONS), dict(METHODS)
-    spec = importlib.util.spec_from_file_location("my_method", EXAMPLE)
+def example() -> ModuleType:
+    """The example's module, read from where it lies."""
+    spec = importlib.util.spec_from_file_location("my_method", EXAMPLE / "my_method.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
-    for registry, old in zip((FUSIONS, METHODS), before, strict=True):
-        registry.clear()
-        registry.update(old)  # type: ignore[arg-type]
+    return module
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process beside whose packages pip has installed the example, from a copy of its folder."""
+    folder = tmp_path_factory.mktemp("installed")
+    shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    offline = "-m pip install --quiet --no-index --no-deps --no-build-isolation --disable-pip-version-check --target"
+    command = [sys.executable, *offline.split(), str(folder / "packages"), str(folder / "source")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return {**os.environ, "PYTHONPATH": str(folder / "packages")}
+
+
+def flyby(installed: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that has the example."""
+    command = [sys.executable, "-m", "flyby", *map(str, words)]
+    return subprocess.run(command, env=installed, capture_output=True, text=True, timeout=WAIT, check=False)
+
+
+@pytest.fixture(scope="module")
+def compared(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example, run as its page says, only shorter."""
     out = tmp_path_factory.mktemp("median") / "out"
-    options = (
-        "run --method fedavg,middle --data digits --clients 3 --alpha 100 --epochs 4 --model mlp --engine inline -q"
-        " --out"
-    )
-    subprocess.run(
-        [sys.executable, str(EXAMPLE), *options.split(), str(out)], check=True, timeout=300, capture_output=True
-    )
+    options = "--data digits --clients 3 --alpha 100 --epochs 4 --model mlp --engine processes -q --out"
+    ended = flyby(installed, "run", "--method", "fedavg,mine", *options.split(), out)
+    assert ended.returncode == 0, ended.stderr
     return out
 
 
 def test_the_page_holds_the_example_and_its_test_word_for_word() -> None:
     code, test = blocks("add-a-method")
-    assert code == EXAMPLE.read_text()
+    assert code == (EXAMPLE / "my_method.py").read_text()
     assert len(code.splitlines()) <= 70
     assert test in Path(__file__).read_text()
+    (package,) = re.findall(r"^```toml\n(.*?)^```$", page("add-a-method"), flags=re.S | re.M)
+    assert package == (EXAMPLE / "pyproject.toml").read_text()
+
+
+def test_the_page_names_every_group_of_entry_points() -> None:
+    groups = {word for row in tables("add-a-method")[0][1:] for word in words(row[0])}
+    used = {
+        match for path in (ROOT / "src").rglob("*.py") for match in re.findall(r'group="([\w.]+)"', path.read_text())
+    }
+    assert groups == used
 
 
 def test_the_middle_of_the_sites_values(example: ModuleType) -> None:
     values = torch.tensor([[1.0, 5.0], [100.0, -7.0], [2.0, 6.0]])  # three sites, two weights
     assert example.middle(values, 0.5).tolist() == [2.0, 5.0]
-    assert (
-        example.middle(torch.tensor([1.0, 4.0, 2.0, 100.0]), 0.5).item() == 3.0
-    )  # an even number: between the two in the middle
-    assert example.middle(torch.tensor([1.0, 4.0, 2.0, 100.0]), 0.0).item() == 26.75  # the plain mean
+    even = torch.tensor([1.0, 4.0, 2.0, 100.0])
+    assert example.middle(even, 0.5).item() == 3.0  # between the two in the middle
+    assert example.middle(even, 0.0).item() == 26.75  # the plain mean
     assert example.middle(torch.tensor([7, 9, 8]), 0.5).item() == 9  # a counter
 
 
 def test_the_example_learns_beside_fedavg_on_the_same_uploads(compared: Path) -> None:
-    results = {name: json.loads((compared / name / "result.json").read_text()) for name in ("fedavg", "middle")}
+    results = {name: json.loads((compared / name / "result.json").read_text()) for name in ("fedavg", "mine")}
     assert all(result["accuracy"] > 0.7 for result in results.values())
-    assert [results[name]["trained"] for name in ("fedavg", "middle")] == [3, 0]
-    assert (results["middle"]["fusion"], results["middle"]["uploads"]) == ("middle", 3)
+    assert [results[name]["trained"] for name in ("fedavg", "mine")] == [3, 0]
+    assert (results["mine"]["fusion"], results["mine"]["uploads"]) == ("middle", 3)
     ours, theirs = (json.loads((compared / name / "ledger.json").read_text()) for name in results)
     assert ours == theirs
-    assert "middle" in (compared / "report.html").read_text()
+    assert "mine" in (compared / "report.html").read_text()
 
 
 def test_one_wild_site_harms_the_mean_and_not_the_median(
     compared: Path, example: ModuleType, digits: DataBundle
 ) -> None:
     assert digits.test is not None
-    honest = [parcel.read(path) for path in sorted((compared / "middle" / "parcels").glob("*.parcel"))]
+    honest = [parcel.read(path) for path in sorted((compared / "mine" / "parcels").glob("*.parcel"))]
     wild = {
         name: -10 * v if v.is_floating_point() and "running_var" not in name else v
         for name, v in honest[0].weights.items()
     }
     box = Inbox([made("site-0", spec=honest[0].manifest.spec, weights=wild), *honest[1:]])
     found = {}
-    for rule in ("fedavg", "middle"):
-        scores, part = evaluate_dataset(FUSIONS[rule]().fuse(box), digits.test)
-        found[rule] = accuracy(scores, part.labels)
+    for rule in (FUSIONS["fedavg"], example.Median):
+        scores, part = evaluate_dataset(rule().fuse(box), digits.test)
+        found[rule.name] = accuracy(scores, part.labels)
     assert found["fedavg"] < 0.2
     assert found["middle"] > 0.6
 
 
-def test_the_example_is_registered_and_its_settings_are_checked(example: ModuleType) -> None:
-    assert FUSIONS["middle"] is example.Median
-    with pytest.raises(ValueError, match=r"less than or equal to 0\.5"):
-        example.MedianSettings(trim=0.6)
+def test_every_command_knows_the_example(installed: dict[str, str], compared: Path, tmp_path: Path) -> None:
+    rows = {row["method"]: row for row in json.loads(flyby(installed, "methods", "--json").stdout)}
+    assert (rows["mine"]["fusion"], rows["mine"]["needs"]) == ("middle", ["weights"])
+    refused = flyby(installed, "run", "--method", "mine", "--set", "fusion.trim=0.6", "--out", tmp_path / "x")
+    assert refused.returncode == 2
+    assert re.fullmatch(r"flyby: fusion\.trim .* less than or equal to 0\.5\n", refused.stderr)
+    assert refused.stderr.strip() in page("add-a-method")
+    parcels = sorted((compared / "mine" / "parcels").glob("*.parcel"))
+    fused = flyby(installed, "fuse", *parcels, "--fusion", "middle", "--out", tmp_path / "global", "--device", "cpu")
+    assert fused.returncode == 0, fused.stderr
+    assert load_predictor(tmp_path / "global").kind == "single"
+
+
+def test_without_the_example_its_name_is_unknown() -> None:
+    assert "mine" not in METHODS
+    assert "middle" not in FUSIONS
 
 
 # -- docs/parcel.md

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from factories import NAMES, encode, make_images, make_npz, make_parquet, make_tree
+from factories import NAMES, WAIT, encode, make_images, make_npz, make_parquet, make_tree
 from flyby.data import cache as store
 from flyby.data import sources
 from flyby.data.dataset import DataBundle
@@ -589,9 +589,9 @@ def test_racing_processes_agree(home: Path, tmp_path: Path, monkeypatch: pytest.
     ]
     for worker in workers:
         worker.start()
-    found = [answers.get(timeout=30) for _ in workers]
+    found = [answers.get(timeout=WAIT) for _ in workers]
     for worker in workers:
-        worker.join(30)
+        worker.join(WAIT)
     assert len(set(found)) == 1
     assert [worker.exitcode for worker in workers] == [0] * 4
     entries = tmp_path / "shared" / "decoded"
@@ -602,7 +602,7 @@ def test_racing_processes_agree(home: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_unwritable_cache_falls_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
@@ -610,7 +610,7 @@ def test_an_unwritable_cache_falls_back(
     monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path / "tmp"))
     bundle = sources.load("digits", cache=blocker / "cache")
     assert len(bundle.train) == 1797
-    warning = capsys.readouterr().err
+    (warning,) = caplog.messages
     assert warning.startswith("warning: the cache folder")
     assert str(tmp_path / "tmp") in warning
     refuse(monkeypatch)
@@ -635,12 +635,14 @@ def test_the_cache_is_found_by_argument_then_environment_then_home(
     assert store.root_of(None) == tmp_path / ".cache" / "flyby"
 
 
-def test_progress_is_one_line_off_a_terminal(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_line_off_a_terminal(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flyby")
     make_parquet(home, "train", make_images(8), LABELS)
     sources.load(str(home), progress=True)
-    assert capsys.readouterr().err == f"decoding 8 images of {home} into the cache (once)\n"
+    assert caplog.messages == [f"decoding 8 images of {home} into the cache (once)"]
+    caplog.clear()
     sources.load(str(home), progress=True)
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
 
 
 def test_progress_is_a_bar_on_a_terminal(
@@ -854,4 +856,4 @@ def test_real_photographs(tmp_path: Path) -> None:
     assert bundle.broken == ()
     start = time.perf_counter()
     assert sources.load(str(REAL / "hurricane"), size=32).train.digest == bundle.train.digest
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 10

@@ -148,7 +148,7 @@ def test_a_hand_readable_split_is_pinned() -> None:
 
 def test_another_process_makes_the_same_splits() -> None:
     code = "import json, test_splits as t; print(json.dumps({n: t.golden(n).hash for n in t.NAMES}))"
-    env = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {name: golden(name).hash for name in NAMES}
 
@@ -543,3 +543,74 @@ def test_by_column_needs_the_column() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         SplitSettings(**settings)
+
+
+# -- how a split shows itself
+
+
+def small_split(val: float = 0.0) -> Split:
+    data = Dataset(np.zeros((6, 1, 1, 1), np.uint8), np.array([0, 0, 0, 1, 1, 2]), ("<b>", "dog", "owl"), "toy")
+    return split_of(data, name="iid", clients=2, val=val)
+
+
+def test_rows_and_table_by_hand() -> None:
+    split = small_split()
+    assert split.counts == {"site-0": [2, 0, 1], "site-1": [1, 2, 0]} or sum(map(sum, split.counts.values())) == 6
+    (head, *rows, last), counts = split.rows(), split.counts
+    assert head == ["site", "<b>", "dog", "owl", "total"]
+    assert rows == [[name, *row, sum(row)] for name, row in counts.items()]
+    assert last == ["all", 3, 2, 1, 6]
+    lines = split.table().splitlines()
+    assert lines[0].split() == ["site", "<b>", "dog", "owl", "total"]
+    assert lines[-1].split() == ["all", "3", "2", "1", "6"]
+    assert len({len(line) for line in lines}) == 1, "columns stand in line"
+    assert lines[1].split()[1:-1] == [str(n or "·") for n in counts["site-0"]]
+
+
+def test_parts_of_their_own_are_counted() -> None:
+    head, *rows, last = split_of(balanced(200, 4), name="fol", clients=2, min_size=20).rows()
+    assert head[-3:] == ["total", "val", "test"]
+    assert sum(int(n) for n in last[-3:]) == 200
+    assert all(row[-3] > row[-2] > 0 for row in rows)  # type: ignore[operator]
+
+
+def test_a_split_is_one_short_line() -> None:
+    split = split_of(balanced(200, 4), clients=5, alpha=0.5)
+    assert repr(split) == str(split)
+    assert repr(split) == (
+        f"Split(dirichlet, alpha 0.5, seed 0: 5 sites hold 200 training images of 4 classes; {split.hash})"
+    )
+    assert "alpha" not in repr(small_split())
+
+
+def test_a_notebook_shows_names_as_text() -> None:
+    page = small_split()._repr_html_()
+    assert "<b>" not in page
+    assert "&lt;b&gt;" in page
+    assert page.count("<tr>") == 4
+    many = split_of(balanced(2500, 25), name="iid", clients=30)._repr_html_()
+    assert "… 10 more" in many
+    assert "<td>classes</td>" in many
+    assert many.count("<tr>") == 1 + 20 + 1 + 1
+
+
+def test_the_plot_is_a_figure_and_a_file(tmp_path: Path) -> None:
+    split = split_of(balanced(200, 4), clients=5, alpha=0.5)
+    drawn = split.plot(tmp_path / "split.svg")
+    assert (tmp_path / "split.svg").read_text().count("site-") == 5
+    assert [tick.get_text() for tick in drawn.axes[0].get_yticklabels()] == list(split.shares)
+    assert drawn._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    with pytest.raises(BadInput, match=r"end its name with \.png"):
+        split.plot(tmp_path / "split.xyz")
+    with pytest.raises(BadInput, match="cannot write"):
+        split.plot(tmp_path / "nowhere" / "split.png")
+
+
+def test_a_site_knows_where_its_data_came_from() -> None:
+    data = stripes(40)
+    split = split_of(data, clients=2, name="iid")
+    bundle = DataBundle("stripes", data)
+    simulated, real = site_of(bundle, split, "site-0"), whole_site(bundle, "hospital")
+    assert (simulated.origin, simulated.real) == (split.hash, False)
+    assert (real.origin, real.real) == (data.digest, True)
+    assert (real.to("cpu").origin, real.to("cpu").real) == (data.digest, True)

@@ -26,7 +26,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from factories import call, command, done, make_npz, make_stripes, one_line, wait_for
+from factories import WAIT, call, command, done, make_npz, make_stripes, one_line, wait_for
 from flyby.data.dataset import DataBundle
 from flyby.deploy.app_folder import write_app
 from flyby.deploy.client import PARCEL, SERIAL, SITE, answer, reason
@@ -42,7 +42,6 @@ from flyby.parcels.ledger import Ledger
 needs_flower = pytest.mark.skipif(
     importlib.util.find_spec("flwr") is None, reason="needs Flower: pip install 'flyby[flower]'"
 )
-WAIT = 300.0
 
 
 @pytest.fixture(autouse=True)
@@ -354,10 +353,10 @@ def a_round(out: Path, **told: Any) -> Round:
 @needs_flower
 def test_all_came_each_asked_once(tmp_path: Path, parcels: dict[str, bytes]) -> None:
     grid = PaperGrid({"b": parcels["b"], "a": parcels["a"]}, later={"c": parcels["c"]})
-    result = conduct(grid, a_round(tmp_path / "out", sites=3, deadline="60s"))
+    result = conduct(grid, a_round(tmp_path / "out", sites=3, deadline="10m"))
     assert sorted(grid.asked) == [1, 2, 3]
     assert result["status"] == "fused"
-    assert result["seconds"]["collect"] < 30
+    assert result["seconds"]["collect"] < 300
     assert {row["site"]: row["bytes"] for row in result["came"]} == {name: len(data) for name, data in parcels.items()}
     assert result["bytes_up"] == sum(map(len, parcels.values()))
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
@@ -387,11 +386,9 @@ def test_late_lost_and_failed_nodes_are_told_and_not_awaited(tmp_path: Path, par
             "empty": object(),
         }
     )
-    started = time.monotonic()
     result = conduct(grid, a_round(tmp_path / "out", sites=10, min_sites=2, deadline="4s"))
     hang.set()
-    assert time.monotonic() - started < 30
-    assert 4 <= result["seconds"]["collect"] < 15
+    assert 4 <= result["seconds"]["collect"] < WAIT
     assert sorted(row["site"] for row in result["came"]) == ["a", "b"]
     assert rows(result["late"]) == {
         "late": "no answer within 4s; still connected",
@@ -608,7 +605,7 @@ def check_quorum_round(
         "doomed"
     ]  # Flower may notice before our deadline, and need not
     assert "no answer within" in lost or "disconnected" in lost
-    assert result["seconds"]["collect"] < asked.seconds + 10
+    assert result["seconds"]["collect"] < 2 * asked.seconds
     assert digits.test is not None
     assert judged(folder / "quorum", digits.test, "cpu") > 0.85
     for site, data in halves.items():  # the very file that flyby train would have written
@@ -682,7 +679,7 @@ def up_process(tmp_path: Path, *words: object) -> Iterator[subprocess.Popen[str]
     finally:
         process.kill()
         process.communicate()
-        wait_for(lambda: not left_behind(str(tmp_path)), "the end of all processes", WAIT)
+        wait_for(lambda: not left_behind(str(tmp_path)), "the end of all processes")
 
 
 def said(tmp_path: Path) -> str:
@@ -694,7 +691,7 @@ def said(tmp_path: Path) -> str:
 def test_up_gives_what_run_gives_and_leaves_nothing(tmp_path: Path) -> None:
     words = ("--epochs", 2, "--alpha", 0.5, "--seed", 1)
     with up_process(tmp_path, "--nodes", 2, *words, "--deadline", "10m", "--json") as process:
-        out, _ = process.communicate(timeout=2 * WAIT)
+        out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 0, said(tmp_path)
         assert left_behind(str(tmp_path)) == []
     result = json.loads(out)
@@ -731,11 +728,11 @@ def test_up_gives_what_run_gives_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_up_that_is_stopped_takes_everything_down(tmp_path: Path, number: signal.Signals) -> None:
     with up_process(tmp_path, "--nodes", 1) as process:
-        wait_for(lambda: "SuperLink at" in said(tmp_path), "SuperLink", WAIT)
+        wait_for(lambda: "SuperLink at" in said(tmp_path), "SuperLink")
         assert any("flower-superlink" in line for line in left_behind(str(tmp_path)))
         process.send_signal(number)
         code = process.wait(timeout=WAIT)
-        wait_for(lambda: not left_behind(str(tmp_path)), "the end of all processes", WAIT)
+        wait_for(lambda: not left_behind(str(tmp_path)), "the end of all processes")
     if number == signal.SIGKILL:  # nobody was there to tidy up; but Linux ended what it had started
         return
     assert code == 130

@@ -4,7 +4,7 @@ learn on digits."""
 from __future__ import annotations
 
 import base64
-import io
+import json
 import math
 import re
 from pathlib import Path
@@ -22,21 +22,24 @@ from flyby.data.splits import SplitSettings, make_split
 from flyby.data.views import PLAIN
 from flyby.errors import BadInput, Diverged
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
+from flyby.fusion.base import Server
 from flyby.fusion.distilled.batchnorm import Moments, distance, norms, relative, with_distance
 from flyby.fusion.distilled.coboosting import CoBoosting, CoBoostingSettings, hard_cross_entropy, signed_step
 from flyby.fusion.distilled.dense import DenseSettings, masked_disagreement
 from flyby.fusion.distilled.distill import Clock, Distillation, about_images, batches, kd, push
 from flyby.fusion.distilled.feddf import FedDF, FedDFSettings
 from flyby.fusion.distilled.intactofl import GatedPredictor, IntactOFL, IntactOFLSettings, gate_weights
-from flyby.fusion.distilled.synthesis import Pool, Synthesis, Teachers, as_unit, memory_of, mix, normalise, picture_grid
+from flyby.fusion.distilled.synthesis import Pool, Synthesis, Teachers, as_pictures, as_unit, memory_of, mix, normalise
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models import ModelSpec
 from flyby.models.generator import Generator
+from flyby.objectives import OBJECTIVES
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
+from flyby.report.sections import pictures
 from flyby.rng import generator
-from flyby.runs.methods import METHODS, check_pair, objective_named
+from flyby.runs.methods import METHODS, check_pair
 from flyby.training.loop import TrainSettings, train_site
 
 CNN = ModelSpec(name="cnn-small", classes=3, channels=1, size=(8, 8), widths={"conv1": 4, "conv2": 5, "conv3": 6})
@@ -391,16 +394,18 @@ def test_feddf_refuses_to_work_without_fit_images() -> None:
     inbox = Inbox([made(0), made(1)])
     for none in (None, proxy_set(0)):
         with pytest.raises(BadInput, match="name some with --proxy PATH"):
-            FedDF().fuse(inbox, proxy=none)
+            FedDF().fuse(inbox, Server(proxy=none))
     with pytest.raises(BadInput, match="may not be used"):
-        FedDF(FedDFSettings(refuse=("digest-20",))).fuse(inbox, proxy=proxy_set(20))
+        FedDF(FedDFSettings(refuse=("digest-20",))).fuse(inbox, Server(proxy=proxy_set(20)))
     with pytest.raises(BadInput, match=r"are \(9, 9\)x1 where the clients take \(8, 8\)x1"):
-        FedDF().fuse(inbox, proxy=proxy_set(20, 9))
+        FedDF().fuse(inbox, Server(proxy=proxy_set(20, 9)))
 
 
 def test_feddf_starts_at_the_average_where_there_is_one() -> None:
     def fused(*parcels: Parcel, **settings: Any) -> Predictor:
-        return FedDF(FedDFSettings(**{"epochs": 1, "lr": 1e-12, **settings})).fuse(Inbox(parcels), proxy=proxy_set(20))
+        return FedDF(FedDFSettings(**{"epochs": 1, "lr": 1e-12, **settings})).fuse(
+            Inbox(parcels), Server(proxy=proxy_set(20))
+        )
 
     def weight(predictor: Predictor) -> Tensor:
         return predictor.state_dict()["networks.0.backbone.conv1.weight"]
@@ -416,7 +421,7 @@ def test_feddf_starts_at_the_average_where_there_is_one() -> None:
 def test_labels_of_the_proxy_are_never_read() -> None:
     one = proxy_set(20)
     other = Dataset(one.images, np.arange(20) % 3, NAMES, one.digest)
-    rules = [FedDF(FedDFSettings(epochs=1)).fuse(Inbox([made(0), made(1)]), proxy=p) for p in (one, other)]
+    rules = [FedDF(FedDFSettings(epochs=1)).fuse(Inbox([made(0), made(1)]), Server(proxy=p)) for p in (one, other)]
     assert state_bytes(rules[0]) == state_bytes(rules[1])
 
 
@@ -425,34 +430,38 @@ def test_mixed_clients_any_student_any_size(rule: str) -> None:
     for size, channels in (((9, 7), 3), ((8, 8), 1)):
         specs = [s.replace(size=size, channels=channels) for s in (CNN, MLP, CNN.replace(head="prototype"))]
         fusion = small(rule, student="mlp", epochs=1)
-        predictor = fusion.fuse(Inbox([made(k, s) for k, s in enumerate(specs)]))
+        server = Server()
+        predictor = fusion.fuse(Inbox([made(k, s) for k, s in enumerate(specs)]), server)
         assert predictor.specs[0].name == "mlp"
         assert predictor(torch.zeros(2, *size, channels, dtype=torch.uint8)).shape == (2, 3)
-        assert "L_BN leaves them out: 1 of 3 clients have no BatchNorm" in fusion.sections[-1]["text"]
+        assert "L_BN leaves them out: 1 of 3 clients have no BatchNorm" in server.report[-1]["text"]
     with pytest.raises(BadInput, match="unknown student 'mlq'; did you mean 'mlp'"):
         small(rule, student="mlq")
 
 
 def test_models_without_batchnorm_skip_the_loss_and_say_so() -> None:
     fusion = small("dense")
-    fusion.fuse(Inbox([made(0, MLP), made(1, MLP)]))
-    assert "L_BN is skipped: no client has BatchNorm layers." in fusion.sections[-1]["text"]
-    table = fusion.sections[-1]["table"]
+    server = Server()
+    fusion.fuse(Inbox([made(0, MLP), made(1, MLP)]), server)
+    assert "L_BN is skipped: no client has BatchNorm layers." in server.report[-1]["text"]
+    table = server.report[-1]["table"]
     assert {row[table["columns"].index("bn_distance")] for row in table["rows"]} == {0.0}
     fusion = small("dense")
-    fusion.fuse(Inbox([made(0), made(1)]))
-    assert "L_BN" not in fusion.sections[-1]["text"]
-    assert min(row[table["columns"].index("bn_distance")] for row in fusion.sections[-1]["table"]["rows"]) > 0
+    server = Server()
+    fusion.fuse(Inbox([made(0), made(1)]), server)
+    assert "L_BN" not in server.report[-1]["text"]
+    assert min(row[table["columns"].index("bn_distance")] for row in server.report[-1]["table"]["rows"]) > 0
 
 
 def test_the_report_says_whether_the_ensemble_recognises_its_images() -> None:
     fusion = small("dense", bn=0.0, adv=0.0, steps=60, generator_lr=0.05)
-    fusion.fuse(Inbox([made(0), made(1)]))
-    table = fusion.sections[-1]["table"]
+    server = Server()
+    fusion.fuse(Inbox([made(0), made(1)]), server)
+    table = server.report[-1]["table"]
     assert "bn_distance" not in table["columns"], "what was not found is not said"
     share = table["rows"][-1][table["columns"].index("recognised")]
     assert share >= 0.5, "sixty steps for the class alone"
-    assert f"takes {share:.0%} of the last epoch's" in fusion.sections[0]["text"]
+    assert f"takes {share:.0%} of the last epoch's" in server.report[0]["text"]
     advice = "L_BN weighs 70 and drowns the class term; a smaller fusion.bn"
     assert advice in about_images(9, {"recognised": 0.2, "bn_distance": 700.4}, 0.1)
     for row in (
@@ -522,27 +531,23 @@ def test_a_student_that_leaves_the_finite_numbers_is_reported() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_grid_shows_the_images(channels: int) -> None:
-    from PIL import Image
-
+def test_the_report_gets_the_images_as_data(channels: int) -> None:
     images = torch.randint(0, 256, (20, 5, 7, channels), generator=generator(0), dtype=torch.uint8)
-    svg = picture_grid(images, columns=16)
-    found = re.search(r'href="data:image/png;base64,([^"]+)"', svg)
-    assert found
-    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(found[1]))))
-    assert sheet.shape == (2 * 6 + 1, 16 * 8 + 1, 3)
-    assert np.array_equal(sheet[7:12, 1:8], np.broadcast_to(images[16].numpy(), (5, 7, 3)))
-    fusion = small("dense")
-    fusion.fuse(Inbox([made(0), made(1)]))
-    assert fusion.sections[0]["title"] == "Synthetic images"
-    assert fusion.sections[0]["svg"].startswith("<svg")
+    found = as_pictures(images, columns=4, most=9)
+    assert (found["shape"], found["columns"]) == ([9, 5, 7, channels], 4)
+    assert base64.b64decode(found["pixels"]) == images[:9].numpy().tobytes()
+    server = Server()
+    small("dense").fuse(Inbox([made(0), made(1)]), server)
+    assert server.report[0]["title"] == "Synthetic images"
+    assert server.report == json.loads(json.dumps(server.report)), "plain data: nothing is drawn here"
+    assert pictures(server.report[0]["images"]).startswith("<svg")
 
 
 def test_the_recipes_fit_together() -> None:
     for rule in (*DATA_FREE, "feddf"):
         method = METHODS[rule]
         assert (method.objective, method.fusion) == ("supervised", rule)
-        check_pair(objective_named(method.objective), FUSIONS[rule])
+        check_pair(OBJECTIVES[method.objective], FUSIONS[rule])
         assert FUSIONS[rule].heterogeneous
 
 
@@ -558,8 +563,8 @@ def test_interrupted_and_resumed_gives_the_same_bytes(
 
     inbox = Inbox([made(0), made(1), made(2, MLP)])
     proxy = proxy_set(20)
-    whole = fusion()
-    wanted = state_bytes(whole.fuse(inbox, proxy=proxy, seed=5))
+    whole = Server(proxy, seed=5)
+    wanted = state_bytes(fusion().fuse(inbox, whole))
     learn = Distillation._learn
 
     def interrupted(self: Distillation, *args: Any) -> float:
@@ -569,16 +574,16 @@ def test_interrupted_and_resumed_gives_the_same_bytes(
 
     monkeypatch.setattr(Distillation, "_learn", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fusion().fuse(inbox, proxy=proxy, seed=5, work=tmp_path)
+        fusion().fuse(inbox, Server(proxy, seed=5, work=tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == [f"{rule}.ckpt"]
     done: list[int] = []
     monkeypatch.setattr(Distillation, "_learn", lambda self, *args: done.append(args[-1]) or learn(self, *args))
-    resumed = fusion()
-    assert state_bytes(resumed.fuse(inbox, proxy=proxy, seed=5, work=tmp_path)) == wanted
+    resumed = Server(proxy, seed=5, work=tmp_path)
+    assert state_bytes(fusion().fuse(inbox, resumed)) == wanted
     assert done == [2, 3]
-    assert resumed.sections == whole.sections
+    assert resumed.report == whole.report
     with pytest.raises(BadInput, match="other settings"):
-        fusion().fuse(inbox, proxy=proxy, seed=6, work=tmp_path)
+        fusion().fuse(inbox, Server(proxy, seed=6, work=tmp_path))
 
 
 def test_long_work_says_where_it_stands_and_saves(
@@ -586,7 +591,7 @@ def test_long_work_says_where_it_stands_and_saves(
 ) -> None:
     monkeypatch.setattr("flyby.fusion.distilled.distill.SPEAK_SECONDS", -1.0)
     monkeypatch.setattr("flyby.fusion.distilled.distill.SAVE_SECONDS", -1.0)
-    small("dense").fuse(Inbox([made(0), made(1)]), work=tmp_path)
+    small("dense").fuse(Inbox([made(0), made(1)]), Server(work=tmp_path))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert re.fullmatch(r"dense: epoch 1 of 3, loss \d+\.\d{4}, about \d+ s left", lines[0])
@@ -655,7 +660,7 @@ def test_each_rule_beats_being_alone_and_plain_averaging(
     inbox, proxy, alone = uploads
     kind = FUSIONS[rule]
     reached = accuracy(
-        kind(kind.settings_type(**settings)).fuse(inbox, proxy=proxy if rule == "feddf" else None), digits
+        kind(kind.settings_type(**settings)).fuse(inbox, Server(proxy if rule == "feddf" else None)), digits
     )
     averaged = accuracy(FUSIONS["fedavg"]().fuse(inbox), digits)
     print(f"{rule} {reached:.3f} alone {alone:.3f} fedavg {averaged:.3f}")

@@ -19,6 +19,7 @@ from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
+from flyby.fusion.base import Server
 from flyby.fusion.ensembles.experts import ExpertsPredictor, ExpertsSettings, calibrated, expert_votes
 from flyby.fusion.ensembles.iffi import Iffi, IffiSettings, class_votes
 from flyby.fusion.predictor import Predictor
@@ -109,7 +110,7 @@ def test_iffi_against_a_plain_loop(weights: Any, prototypes: Any, head: str) -> 
     parcels = [made(k, CNN.replace(head=head)) for k in range(3)]
     x = images(4)
     x[:2, :5], x[2:, :, 3:] = 0, 255  # unlike noise, so that 1 - cos keeps its digits in float32
-    found = scores(Iffi(IffiSettings(weights=weights, prototypes=prototypes)).fuse(Inbox(parcels), seed=7), x)
+    found = scores(Iffi(IffiSettings(weights=weights, prototypes=prototypes)).fuse(Inbox(parcels), Server(seed=7)), x)
 
     networks = [item.network() for item in parcels]
     every = [features_of(net, x) for net in networks]
@@ -163,7 +164,7 @@ def test_iffi_refuses_features_of_different_widths_and_mixes_architectures_of_on
 def test_iffis_noise_depends_on_the_seed_alone() -> None:
     parcels = [made(k) for k in range(3)]
     one, two, other = (
-        scores(Iffi(IffiSettings(weights="noise")).fuse(Inbox(parcels), seed=s), images()) for s in (0, 0, 1)
+        scores(Iffi(IffiSettings(weights="noise")).fuse(Inbox(parcels), Server(seed=s)), images()) for s in (0, 0, 1)
     )
     assert torch.equal(one, two)
     assert not torch.equal(one, other)

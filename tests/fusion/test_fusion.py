@@ -25,10 +25,11 @@ from torch import Tensor
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, evaluation, load_predictor, save_predictor
-from flyby.fusion.base import natural, weights_of
+from flyby.fusion.base import Server, weights_of
 from flyby.fusion.predictor import PREDICTORS, Ensemble, Predictor, Single
 from flyby.fusion.weights.average import AverageSettings, EnsembleFusion, EnsembleSettings, FedAvg
 from flyby.models import ModelSpec
+from flyby.names import natural
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
@@ -290,7 +291,7 @@ def test_recalibrated_statistics_are_those_of_the_proxy(count: int, sizes: list[
     parcels = [made("a"), made("b", seed=1)]
     proxy = unlabelled(count)
     plain = FedAvg().fuse(Inbox(parcels)).networks[0].state_dict()
-    fused = FedAvg(AverageSettings(recalibrate=True)).fuse(Inbox(parcels), proxy=proxy).networks[0]
+    fused = FedAvg(AverageSettings(recalibrate=True)).fuse(Inbox(parcels), Server(proxy=proxy)).networks[0]
     found = fused.state_dict()
     expected: dict[str, Tensor] = {}
     for x in torch.split(CNN.prepare(torch.from_numpy(proxy.images)), sizes):
@@ -319,13 +320,13 @@ def test_recalibrated_statistics_are_those_of_the_proxy(count: int, sizes: list[
 @pytest.mark.parametrize("proxy", [None, unlabelled(0)])
 def test_recalibration_needs_images(proxy: Dataset | None) -> None:
     with pytest.raises(BadInput, match="needs unlabelled images; give them with --proxy"):
-        FedAvg(AverageSettings(recalibrate=True)).fuse(Inbox([made("a")]), proxy=proxy)
+        FedAvg(AverageSettings(recalibrate=True)).fuse(Inbox([made("a")]), Server(proxy=proxy))
 
 
 def test_recalibration_refuses_images_of_another_shape() -> None:
     proxy = Dataset(np.zeros((4, 9, 8, 1), dtype=np.uint8), np.zeros(4, dtype=np.int64), NAMES, "p")
     with pytest.raises(BadInput, match="9x8"):
-        FedAvg(AverageSettings(recalibrate=True)).fuse(Inbox([made("a")]), proxy=proxy)
+        FedAvg(AverageSettings(recalibrate=True)).fuse(Inbox([made("a")]), Server(proxy=proxy))
 
 
 # -- the deployable folder

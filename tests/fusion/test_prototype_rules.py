@@ -21,6 +21,7 @@ from flyby.data.splits import SplitSettings, make_split
 from flyby.data.views import PLAIN
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
+from flyby.fusion.base import Server
 from flyby.fusion.distilled import fedcvae as cvae_rule
 from flyby.fusion.distilled.fedcvae import (
     FedCvae,
@@ -249,11 +250,11 @@ def test_trained_prototypes_stand_apart_more_than_the_averaged_means() -> None:
     centres = 2 * torch.randn(4, 6, generator=rng)
     tables = [{c: centres[c] + torch.randn(6, generator=rng) for c in range(4)} for _ in range(8)]
     margin = margin_of(averaged(tables), 100.0)
-    trained, losses = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=400), 0, "cpu")
+    trained, losses = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=400), Server())
     assert losses[-1] < losses[0] - 1
     assert distances(torch.stack(list(averaged(tables).values())), trained).argmin(1).tolist() == [0, 1, 2, 3]
     assert margin_of(dict(enumerate(trained)), 1e9) > margin
-    again, _ = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=400), 0, "cpu")
+    again, _ = train_prototypes(tables, 4, margin, FedTgpSettings(epochs=400), Server())
     assert torch.equal(trained, again)
 
 
@@ -444,8 +445,9 @@ def test_one_decoder_learns_what_all_know_and_labels_become_uniform(monkeypatch:
         cvae_rule, "by_class", lambda painted: seen.append(painted) or cvae_rule.as_images(painted.pixels)
     )
     rule = FedCvaeKd(FedCvaeKdSettings(images=600, epochs=1, batch=50, distil_epochs=12, distil_lr=3e-3))
-    rule.fuse(Inbox(parcels))
-    (table,) = [s["table"]["rows"] for s in rule.sections if s["title"].startswith("Decoders")]
+    server = Server()
+    rule.fuse(Inbox(parcels), server)
+    (table,) = [s["table"]["rows"] for s in server.report if s["title"].startswith("Decoders")]
     assert table[-1][1] < table[0][1] / 2, "the regression must go down"
     shares = seen[0].labels.bincount(minlength=3) / 600
     assert shares.tolist() == pytest.approx([0.5, 0.5, 0.0], abs=0.07), "uniform over the classes that somebody holds"
@@ -463,7 +465,7 @@ def test_an_interrupted_fusion_goes_on_to_the_same_model(
     def rule() -> FedCvae:
         return kind(kind.settings_type(**QUICK, **({"distil_epochs": 3} if kind is FedCvaeKd else {})))
 
-    whole = scores(rule().fuse(parcels, seed=3), images())
+    whole = scores(rule().fuse(parcels, Server(seed=3)), images())
     real, calls = cvae_rule.Clock.tick, 0
 
     def tick(self: Any, state: Any, loss: float) -> None:
@@ -475,20 +477,20 @@ def test_an_interrupted_fusion_goes_on_to_the_same_model(
 
     monkeypatch.setattr(cvae_rule.Clock, "tick", tick)
     with pytest.raises(KeyboardInterrupt):
-        rule().fuse(parcels, seed=3, work=tmp_path)
+        rule().fuse(parcels, Server(seed=3, work=tmp_path))
     before = calls
-    assert torch.equal(scores(rule().fuse(parcels, seed=3, work=tmp_path), images()), whole)
+    assert torch.equal(scores(rule().fuse(parcels, Server(seed=3, work=tmp_path)), images()), whole)
     assert calls - before == 1, "only what was missing was done again"
 
 
 def test_the_report_gets_a_grid_and_another_student_may_learn() -> None:
     rule = FedCvae(FedCvaeSettings(**QUICK, student="cnn-small"))
-    predictor = rule.fuse(Inbox([with_decoder(0, (9, 5, 0)), with_decoder(1, (0, 5, 3), latent=5)]))
+    server = Server()
+    predictor = rule.fuse(Inbox([with_decoder(0, (9, 5, 0)), with_decoder(1, (0, 5, 3), latent=5)]), server)
     assert predictor.specs[0].name == "cnn-small"
     assert not predictor.training
-    assert "data:image/png;base64," in rule.sections[0]["svg"]
-    assert rule.sections[0]["svg"].startswith("<svg")
-    assert {s["title"] for s in rule.sections} == {"Synthetic images", "Classifier trained on synthetic images"}
+    assert server.report[0]["images"]["shape"] == [24, 8, 8, 1], "up to eight of three classes"
+    assert {s["title"] for s in server.report} == {"Synthetic images", "Classifier trained on synthetic images"}
 
 
 def test_what_the_server_refuses() -> None:

@@ -20,6 +20,7 @@ from flyby.data.splits import SplitSettings, make_split
 from flyby.data.views import PLAIN
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
+from flyby.fusion.base import Server
 from flyby.fusion.ensembles.experts import ExpertsSettings, capped, expert_votes, f1_scores
 from flyby.fusion.evaluation import accuracy, scores_of
 from flyby.fusion.predictor import Single
@@ -247,7 +248,7 @@ def test_validation_asks_for_images() -> None:
     with pytest.raises(BadInput, match="give them with --proxy"):
         rule.fuse(Inbox([made("a"), made("b", seed=1)]))
     proxy = Dataset(pictures().numpy(), np.array([0, 0, 2, 2]), NAMES, "proxy")
-    silent = rule.fuse(Inbox([speaking("a", [0.1, 0.1, 0.8])]), proxy=proxy)
+    silent = rule.fuse(Inbox([speaking("a", [0.1, 0.1, 0.8])]), Server(proxy))
     assert silent.state_dict()["votes"].tolist() == [[0, 1, 1]]
 
 

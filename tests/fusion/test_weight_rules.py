@@ -21,6 +21,7 @@ from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox
+from flyby.fusion.base import Server
 from flyby.fusion.weights import layers
 from flyby.fusion.weights.average import AverageSettings, FedAvg
 from flyby.fusion.weights.fedlpa import FedLpa, FedLpaSettings, solve
@@ -296,10 +297,10 @@ def three(spec: ModelSpec, statistic: Any, name: str) -> list[Parcel]:
 def test_fedlpa_with_one_precision_for_all_is_fedavg() -> None:
     parcels = three(CNN, kfac, "kfac")
     same = [made(p.manifest.sender, p.network(), parcels[0].extras, p.manifest.samples) for p in parcels]
-    rule = FedLpa()
-    for name, value in rule.fuse(Inbox(same)).networks[0].state_dict().items():
+    server = Server()
+    for name, value in FedLpa().fuse(Inbox(same), server).networks[0].state_dict().items():
         assert torch.allclose(value, FedAvg().fuse(Inbox(same)).networks[0].state_dict()[name], atol=1e-5), name
-    table = rule.sections[0]["table"]
+    table = server.report[0]["table"]
     assert [row[0] for row in table["rows"]] == list(matrix_layers(CNN.skeleton()))
     # conv2 has 36 inputs and 5 outputs: (36*37/2 + 5*6/2) halves and two scales
     assert table["rows"][1][1:3] == ["1 x 5 x 36", 2 * (666 + 15) + 8]
@@ -522,11 +523,11 @@ def test_a_shuffled_network_is_the_same_function_and_is_found_again(name: str) -
     assert sum(not torch.equal(value, mixed[key]) for key, value in state.items()) > 4, "in another order"
     for orders in (match_weights(spec, state, mixed), match_activations(network, other, images(spec, 24, seed=2))):
         assert all(torch.equal(value, state[key]) for key, value in permute(spec, mixed, orders).items())
-    rule = OtFusion()
-    fused = rule.fuse(Inbox([made("a", network, samples=30), made("b", other, samples=10)])).networks[0]
+    server, box = Server(), Inbox([made("a", network, samples=30), made("b", other, samples=10)])
+    fused = OtFusion().fuse(box, server).networks[0]
     for key, value in fused.state_dict().items():
         assert torch.allclose(value, state[key], atol=1e-5), key
-    ((site, neurons, moved, before, after),) = rule.sections[0]["table"]["rows"]
+    ((site, neurons, moved, before, after),) = server.report[0]["table"]["rows"]
     assert (site, after) == ("b", 0.0)
     assert before > 0.1
     assert neurons >= moved > neurons / 2
@@ -550,7 +551,7 @@ def test_matching_by_activations_needs_images() -> None:
     with pytest.raises(BadInput, match="needs unlabelled images"):
         rule.fuse(box)
     proxy = Dataset(images(CNN, 30).numpy(), np.zeros(30, dtype=np.int64), NAMES, "proxy")
-    found = rule.fuse(box, proxy=proxy).networks[0].state_dict()
+    found = rule.fuse(box, Server(proxy)).networks[0].state_dict()
     assert all(torch.allclose(value, network.state_dict()[name], atol=1e-6) for name, value in found.items())
 
 

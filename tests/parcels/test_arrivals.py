@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factories import Answer, call, done, finish, make_stripes, one_line, start, wait_for
+from factories import WAIT, Answer, call, done, finish, make_stripes, one_line, start, wait_for
 from flyby.errors import BadInput
 from flyby.models import ModelSpec
 from flyby.parcels import arrivals as watch
@@ -424,9 +424,9 @@ def test_fuse_waits_for_a_file_that_another_process_writes_slowly(inbox: Path, s
         (inbox / f"{name}.parcel").write_bytes((sent / f"{name}.parcel").read_bytes())
     writer = subprocess.Popen([sys.executable, "-c", SLOWLY, str(sent / "cid.parcel"), str(inbox / "cid.parcel")])
     try:
-        answer = done(*fuse(inbox, tmp_path / "global", "--expect", "ann,bob,cid", "--deadline", "2m", "--json"))
+        answer = done(*fuse(inbox, tmp_path / "global", "--expect", "ann,bob,cid", "--deadline", "10m", "--json"))
     finally:
-        assert writer.wait(60) == 0
+        assert writer.wait(WAIT) == 0
     assert answer.json["sites"] == 3
     assert answer.json["watch"]["senders"] == ["ann", "bob", "cid"]
     assert answer.json["watch"]["refused"] == {}
@@ -487,7 +487,7 @@ def test_ctrl_c_leaves_everything_as_it_was_and_the_same_command_goes_on(
 ) -> None:
     (inbox / "ann.parcel").write_bytes((sent / "ann.parcel").read_bytes())
     out = tmp_path / "global"
-    words = fuse(inbox, out, "--expect", 2, "--deadline", "5m")
+    words = fuse(inbox, out, "--expect", 2, "--deadline", "10m")
     process = start(*words)
     wait_for(lambda: (tmp_path / ".global.lock").exists(), "lock", process=process)
     assert process.stderr is not None
@@ -531,6 +531,6 @@ def test_orient_waits_for_neighbours_and_does_not_count_itself(inbox: Path, sent
     assert "1 of at least 2 sites came within 0 s: bob; refused: ann.parcel" in short.err
     os.mkfifo(inbox / "pipe.parcel")
     (inbox / "cid.parcel").write_bytes((sent / "cid.parcel").read_bytes())
-    answer = done(*words, "--expect", 2, "--deadline", "2m", "--json")
+    answer = done(*words, "--expect", 2, "--deadline", "10m", "--json")
     assert answer.json["used"] == 2
     assert answer.json["watch"]["senders"] == ["bob", "cid"]

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factories import done
+from factories import WAIT, done
 from flyby import files
 from flyby.errors import BadInput
 from flyby.models.spec import ModelSpec
@@ -43,7 +43,7 @@ def fuzz(*words: object) -> dict[str, Any]:
         [sys.executable, str(BENCHMARKS / "fuzz.py"), *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=WAIT,
         check=False,
     )
     assert ended.returncode == 0, (ended.returncode, ended.stdout[-3000:], ended.stderr[-3000:])
@@ -55,7 +55,7 @@ def watched(code: str) -> str:
     """What a few lines print that use the rules of ``benchmarks/fuzz.py``, in a process of their own (an audit hook
     stays for ever)."""
     lines = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\nimport fuzz, torch\n{code}"
-    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=300, check=True).stdout
+    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=WAIT, check=True).stdout
 
 
 # The loop

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from factories import call, done, execute, make_stripes, one_line, random_parcel
+from factories import WAIT, call, done, execute, make_stripes, one_line, random_parcel
 from flyby.errors import BadInput
 from flyby.parcels import parcel, signing
 from flyby.parcels.container import ParcelError
@@ -304,7 +304,7 @@ def test_without_cryptography_one_line_says_what_to_install() -> None:
         " flyby.errors import BadInput\ntry:\n    signing.verify_bytes(bytes(32), bytes(64), b'')\nexcept BadInput as"
         " error:\n    print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT).stdout
     assert "pip install cryptography" in said
 
 

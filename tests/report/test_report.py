@@ -15,11 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from factories import WAIT
+from flyby import drawing
 from flyby.errors import BadInput
 from flyby.report import figures
 from flyby.report.page import natural, size
-from flyby.report.report import RunData, build_html, write_report
+from flyby.report.read import RunData
 from flyby.report.trajectories import lambda_panels
+from flyby.report.write import build_html, write_report
 
 SITES = ("site-0", "site-1", "site-2")
 CLASSES = ("cat", "dog", "<script>alert(1)</script>", "$x_")
@@ -541,10 +544,10 @@ def test_any_text_gives_a_well_formed_page(name: str, site: str) -> None:
 
 @given(st.text(), st.integers(2, 30))
 def test_clean_is_one_printable_line_within_its_limit(text: str, limit: int) -> None:
-    shown = figures.clean(text, limit)
+    shown = drawing.clean(text, limit)
     assert len(shown) <= limit
     assert shown.isprintable()
-    assert shown == figures.clean(shown, limit)
+    assert shown == drawing.clean(shown, limit)
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -563,7 +566,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
         f"--user-data-dir={tmp_path / 'profile'}",
     ]
     command = [BROWSER, *flags, "--enable-logging=stderr", "--v=0", "--dump-dom", path.resolve().as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=True)
     page = Page(done.stdout)
     assert page.tables["results"][1][2] == "87.3"
     assert sum(tag == "svg" for tag, _ in page.tags) == 5

@@ -37,7 +37,8 @@ from flyby.runs.attacks import (
 from flyby.runs.config import make_config
 from flyby.runs.pipeline import run
 from flyby.statistics.calibration import calibrate
-from flyby.study.grid import Study, cells, read_rows, run_study
+from flyby.study.catalogue import Study
+from flyby.study.grid import cells, read_rows, run_study
 from flyby.study.tables import render
 
 NAMES = [f"site-{i}" for i in range(10)]
@@ -380,14 +381,14 @@ def test_an_attack_is_one_more_axis() -> None:
 
 
 def test_a_study_of_attacks_and_its_table(tmp_path: Path) -> None:
-    assert run_study("small", small(), tmp_path / "results", tmp_path / "work", **QUICK) == (12, 0)
+    assert run_study(small(), tmp_path / "results" / "small.jsonl", tmp_path / "work", **QUICK) == (12, 0)
     rows = read_rows(tmp_path / "results" / "small.jsonl")
     assert [row["trained"] for row in rows] == [5] + [0] * 11
     by = {(row["attack"], row["admission"], row["fusion"]): row for row in rows}
     assert by["backdoor:share=0.4", "none", "fedavg"]["malicious"] == 2
     assert 0 <= by["backdoor:share=0.4", "none", "fedavg"]["attack_success"] <= 1
     assert by["scaled:share=0.4,factor=100", "default", "median"]["refused_malicious"] == 2
-    text = render("small", small(), tmp_path / "results", [])
+    text = render(small(), tmp_path / "results" / "small.jsonl", [])
     assert "| clients' method | server rule | none, none | none, default | scaled:share=0.4,factor=100, none |" in text
     assert text.count("| ensemble | median |") == 3  # accuracies, successes, refusals
     assert "2 of 2, 0 honest" in text

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from factories import Answer, call, done, finish, make_stripes, members, one_line, same_run, start, wait_for
+from factories import WAIT, Answer, call, done, finish, make_stripes, members, one_line, same_run, start, wait_for
 from flyby import files
 from flyby.errors import BadInput
 from flyby.runs.pipeline import collect, sweep
@@ -116,7 +116,7 @@ def test_killed_at_random_moments_the_same_command_gives_the_same_bytes(tmp_path
         str(tmp_path / "failed"),
     ]
     ended = subprocess.run(
-        words, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
+        words, capture_output=True, text=True, timeout=WAIT, env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "4 of 4 killed runs ended with the bytes of the undisturbed one" in ended.stdout

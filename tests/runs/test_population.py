@@ -13,7 +13,7 @@ from flyby.fusion import load_predictor
 from flyby.orient import Schedule
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
-from flyby.report.orient_figures import slope_chart
+from flyby.report.nodes import slope_chart
 
 QUICK = (
     "--model",

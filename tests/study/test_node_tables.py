@@ -13,7 +13,8 @@ from flyby.errors import BadInput
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.runs.config import make_config, plan
 from flyby.statistics.catalogue import computed, named
-from flyby.study.grid import Study, cells
+from flyby.study.catalogue import Study
+from flyby.study.grid import cells
 from flyby.study.orient_tables import node_tables
 
 

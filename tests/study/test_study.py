@@ -25,7 +25,8 @@ from flyby.parcels.parcel import Parcel
 from flyby.report.track import write_events
 from flyby.rng import generator
 from flyby.runs.metrics import consistency, drift, inter_client_std, linear_cka, proto_consistency, proto_matrix_std
-from flyby.study.grid import Study, cells, former_keys, merge, missing, read_rows, read_study, run_study
+from flyby.study.catalogue import Study, published, read_study, titles
+from flyby.study.grid import cells, former_keys, merge, missing, read_rows, run_study
 from flyby.study.tables import cell_text, render
 
 QUICK: dict[str, Any] = {"engine": "inline", "device": "cpu", "quiet": True}
@@ -46,7 +47,7 @@ def tiny(**changes: Any) -> Study:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the tiny study was run once: ``results`` and ``work``. Not to be changed."""
     folder = tmp_path_factory.mktemp("study")
-    assert run_study("tiny", tiny(), folder / "results", folder / "work", **QUICK) == (6, 0)
+    assert run_study(tiny(), folder / "results" / "tiny.jsonl", folder / "work", **QUICK) == (6, 0)
     return folder
 
 
@@ -140,27 +141,38 @@ def test_rows_of_the_first_flyby_still_count(copied: Path) -> None:
     rows = read_rows(path)
     path.write_text("".join(json.dumps({**row, "key": former[row["key"]][i % 2]}) + "\n" for i, row in enumerate(rows)))
     assert missing(tiny(), path) == []
-    assert "(n=1)" in render("tiny", tiny(), path.parent, [])
-    assert "left out" not in render("tiny", tiny(), path.parent, [])
+    assert "(n=1)" in render(tiny(), path, [])
+    assert "left out" not in render(tiny(), path, [])
 
 
-def test_a_study_by_name_or_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_by_path_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="no study 'tiny' and no folder studies/"):
-        read_study("tiny")
-    (tmp_path / "studies").mkdir()
-    text = "title: Tiny\nmethods: [fedavg]\nalphas: [0.5]\n"
-    for name in ("aurora-tiny", "published"):
-        (tmp_path / "studies" / f"{name}.yaml").write_text(text)
-    assert (
-        read_study("aurora-tiny")
-        == read_study("studies/aurora-tiny.yaml")
-        == ("aurora-tiny", Study(title="Tiny", methods=["fedavg"], alphas=[0.5]))
-    )
-    with pytest.raises(BadInput, match="unknown study 'aurora-tinny'; did you mean 'aurora-tiny'"):
-        read_study("aurora-tinny")
-    with pytest.raises(BadInput, match=r"unknown study 'x'; known: aurora-tiny\."):  # published.yaml is no study
-        read_study("x")
+    (tmp_path / "aurora-tiny.yaml").write_text("title: Tiny\nmethods: [fedavg]\nalphas: [0.5]\n")
+    assert read_study("aurora-tiny.yaml") == ("aurora-tiny", Study(title="Tiny", methods=["fedavg"], alphas=[0.5]))
+    name, study = read_study("aurora-digits")
+    assert (name, study.title) == ("aurora-digits", titles()["aurora-digits"])
+    assert study.seeds == [0, 1, 2]
+    (tmp_path / "aurora-digits").write_text("title: A file of one's own comes first\nmethods: [fedavg]\n")
+    assert read_study("aurora-digits")[1].title == "A file of one's own comes first"
+    with pytest.raises(BadInput, match="unknown study 'aurora-digit'; did you mean 'aurora-digits'"):
+        read_study("aurora-digit")
+    for absent in ("aurora-tinny.yaml", "studies/aurora-digits"):
+        with pytest.raises(BadInput, match=f"{absent} does not exist; name a .yaml file, or .* --list"):
+            read_study(absent)
+    with pytest.raises(BadInput, match=r"unknown study 'published'"):  # figures, and no study
+        read_study("published")
+
+
+@pytest.mark.parametrize("name", titles())
+def test_every_study_of_the_package_can_be_begun(name: str) -> None:
+    _, study = read_study(name)
+    found = list(cells(study))
+    assert len(found) == len({cell.key for cell in found}) > 0
+
+
+def test_published_figures_have_what_a_table_needs() -> None:
+    for figure in published():
+        assert {"data", "alpha", "method", "value", "source"} <= set(figure)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +180,15 @@ def test_a_study_by_name_or_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ("title: [", "is not YAML"),
         ("- fedavg", "must hold a mapping"),
+        (b"title: \xff", "is not YAML"),
         ("title: T\nmetods: [fedavg]", r"bad.yaml.methods = .* will not do"),
         ("title: T\nmethods: [fedavg]\nalpha: 1", "unknown bad.yaml setting 'alpha'; did you mean 'alphas'"),
         ("title: T\nmethods: fedavg", "bad.yaml.methods = 'fedavg' will not do"),
         ("title: T\nmethods: [fedavg]\nseeds: [one]", "bad.yaml.seeds.0 = 'one'"),
     ],
 )
-def test_a_bad_study_is_refused_in_one_sentence(text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text(text)
+def test_a_bad_study_is_refused_in_one_sentence(text: str | bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(BadInput, match=said):
         read_study(str(tmp_path / "bad.yaml"))
 
@@ -200,7 +213,7 @@ def test_what_cannot_work_is_refused_before_anything_is_run(
 
     monkeypatch.setitem(FUSIONS, "needy", Needy)
     with pytest.raises(BadInput, match=said):
-        run_study("tiny", tiny(**change), tmp_path / "results", tmp_path / "work", **QUICK)
+        run_study(tiny(**change), tmp_path / "results" / "tiny.jsonl", tmp_path / "work", **QUICK)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,7 +266,7 @@ def test_uploads_are_trained_once_a_method_and_rows_say_what_was_done(finished: 
 def test_a_second_call_does_nothing(copied: Path) -> None:
     before = (copied / "results" / "tiny.jsonl").read_bytes()
     shutil.rmtree(copied / "work")
-    assert run_study("tiny", tiny(), copied / "results", copied / "work", **QUICK) == (0, 0)
+    assert run_study(tiny(), copied / "results" / "tiny.jsonl", copied / "work", **QUICK) == (0, 0)
     assert (copied / "results" / "tiny.jsonl").read_bytes() == before
     assert not (copied / "work").exists()
 
@@ -265,7 +278,7 @@ def test_a_deleted_row_is_redone_without_training(copied: Path, folder_too: bool
     path.write_text("".join(json.dumps(row) + "\n" for row in rows if row is not rows[3]))
     if folder_too:  # only the uploads are left
         shutil.rmtree(copied / "work" / "runs")
-    assert run_study("tiny", tiny(), copied / "results", copied / "work", **QUICK) == (1, 0)
+    assert run_study(tiny(), copied / "results" / "tiny.jsonl", copied / "work", **QUICK) == (1, 0)
     again = rows_in(copied)[-1]
     assert [again[k] for k in ("key", "accuracy", "split_hash", "own_accuracy")] == [
         rows[3][k] for k in ("key", "accuracy", "split_hash", "own_accuracy")
@@ -280,20 +293,20 @@ def test_a_line_cut_off_by_a_crash_is_ignored_and_spoils_no_other(copied: Path, 
     path = copied / "results" / "tiny.jsonl"
     path.write_bytes(path.read_bytes()[: -cut - 1])  # without its newline, and some of its end
     assert len(rows_in(copied)) == 5
-    assert run_study("tiny", tiny(), copied / "results", copied / "work", **QUICK) == (1, 0)
+    assert run_study(tiny(), copied / "results" / "tiny.jsonl", copied / "work", **QUICK) == (1, 0)
     assert {row["key"] for row in rows_in(copied)} == {c.key for c in cells(tiny())}
-    assert run_study("tiny", tiny(), copied / "results", copied / "work", **QUICK) == (0, 0)
+    assert run_study(tiny(), copied / "results" / "tiny.jsonl", copied / "work", **QUICK) == (0, 0)
 
 
 def test_a_limit_stops_before_the_next_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = tmp_path / "results", tmp_path / "work"
-    assert run_study("tiny", tiny(), *places, limit=0, **QUICK) == (0, 6)
+    places = tmp_path / "results" / "tiny.jsonl", tmp_path / "work"
+    assert run_study(tiny(), *places, limit=0, **QUICK) == (0, 6)
     clock = iter(range(0, 1000, 10))  # every look at the clock finds it ten seconds later
     monkeypatch.setattr("flyby.study.grid.time.perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr("flyby.study.grid.run", lambda *_, **__: {"accuracy": 0.5, "split_hash": ""})
     # Looks: start 0; cell 1 begins 10, ends 20 (10 long); cell 2 begins 30, ends 40; cell 3 would begin 50 and end
     # after 55.
-    assert run_study("tiny", tiny(), *places, limit=55, **QUICK) == (2, 4)
+    assert run_study(tiny(), *places, limit=55, **QUICK) == (2, 4)
     assert len(read_rows(tmp_path / "results" / "tiny.jsonl")) == 2
 
 
@@ -301,7 +314,7 @@ def test_a_diverged_cell_is_a_row_and_the_study_goes_on(tmp_path: Path) -> None:
     study = tiny(
         fusions=["fedavg", "ensemble"], epochs=2, settings=["locals=false", "train.lr=1e4"]
     )  # fafi clips its gradients, fedavg does not
-    assert run_study("tiny", study, tmp_path / "results", tmp_path / "work", **QUICK) == (4, 0)
+    assert run_study(study, tmp_path / "results" / "tiny.jsonl", tmp_path / "work", **QUICK) == (4, 0)
     rows = rows_in(tmp_path)
     assert [row["accuracy"] is None for row in rows] == [True, True, False, False]
     for row in rows[:2]:
@@ -309,8 +322,8 @@ def test_a_diverged_cell_is_a_row_and_the_study_goes_on(tmp_path: Path) -> None:
         for name in ("split_hash", "model", "epochs", "clients", "hardware", "versions"):
             assert row[name] == rows[2][name]
         assert row["seconds"] > 0
-    assert run_study("tiny", study, tmp_path / "results", tmp_path / "work", **QUICK) == (0, 0)
-    text = render("tiny", study, tmp_path / "results", [])
+    assert run_study(study, tmp_path / "results" / "tiny.jsonl", tmp_path / "work", **QUICK) == (0, 0)
+    text = render(study, tmp_path / "results" / "tiny.jsonl", [])
     assert text.count("## ") == 1  # in the same table as the others
     assert "| fedavg | ensemble | diverged |" in text
 
@@ -330,7 +343,7 @@ def test_ten_rules_on_one_set_of_uploads_train_nothing_twice(tmp_path: Path) -> 
         "experts-calibrated",
     ]
     study = tiny(methods=["aurora"], fusions=rules, epochs=20)
-    assert run_study("tiny", study, tmp_path / "results", tmp_path / "work", **QUICK) == (11, 0)
+    assert run_study(study, tmp_path / "results" / "tiny.jsonl", tmp_path / "work", **QUICK) == (11, 0)
     first, *ten = rows_in(tmp_path)
     assert (first["trained"], [row["trained"] for row in ten]) == (5, [0] * 10)
     assert sum(row["seconds"] for row in ten) < first["timings"]["train"]
@@ -470,7 +483,7 @@ def test_a_table_by_hand_with_published_figures_beside_ours(tmp_path: Path) -> N
     rows = invented(study, lambda c: 0.5 + 0.2 * c.config.seed if c.config.split.alpha == 0.1 else 0.25)
     rows = [row for row in rows if (row["fusion"], row["alpha"]) != ("experts", 0.5)]
     written(tmp_path / "tiny.jsonl", *reversed(rows))
-    text = render("tiny", study, tmp_path, PUBLISHED)
+    text = render(study, tmp_path / "tiny.jsonl", PUBLISHED)
     assert text.startswith("# Tiny\n\nA note.\n\n## digits: mlp, 5 clients, `dirichlet` split, 1 epochs\n\n")
     (table,) = well_formed(text)
     assert table == [
@@ -491,7 +504,7 @@ def test_a_table_by_hand_with_published_figures_beside_ours(tmp_path: Path) -> N
 def test_settings_that_differ_get_tables_of_their_own_and_own_rules_their_names(tmp_path: Path) -> None:
     study = tiny(methods=["local", "fafi"], fusions=[], clients=[3, 5], splits=["dirichlet", "iid"])
     written(tmp_path / "tiny.jsonl", *invented(study, lambda c: c.config.split.clients / 10))
-    tables = well_formed(render("tiny", study, tmp_path, []))
+    tables = well_formed(render(study, tmp_path / "tiny.jsonl", []))
     assert [[row[1:] for row in table[2:]] for table in tables] == [
         [["none", f"{n}0.00 (n=1)"], ["experts-calibrated", f"{n}0.00 (n=1)"]] for n in (3, 3, 5, 5)
     ]
@@ -500,14 +513,14 @@ def test_settings_that_differ_get_tables_of_their_own_and_own_rules_their_names(
 def test_rows_of_other_settings_enter_no_mean(tmp_path: Path) -> None:
     study, other = tiny(), tiny(settings=["train.lr=0.3"])
     written(tmp_path / "tiny.jsonl", *invented(study, lambda _: 0.5), *invented(other, lambda _: 0.9))
-    text = render("tiny", study, tmp_path, [])
+    text = render(study, tmp_path / "tiny.jsonl", [])
     assert {row[2] for row in well_formed(text)[0][2:]} == {"50.00 (n=1)"}
     assert "6 rows that were run under other settings are left out." in text
     written(tmp_path / "tiny.jsonl", *invented(other, lambda _: 0.9))
     with pytest.raises(BadInput, match="holds 6 rows, none of them of the study as it stands"):
-        render("tiny", study, tmp_path, [])
+        render(study, tmp_path / "tiny.jsonl", [])
     with pytest.raises(BadInput, match="holds no rows yet; run flyby study absent first"):
-        render("absent", study, tmp_path, [])
+        render(study, tmp_path / "absent.jsonl", [])
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=6, max_size=6))
@@ -516,7 +529,7 @@ def test_any_rows_give_a_well_formed_table(
 ) -> None:
     folder, values = tmp_path_factory.mktemp("table"), iter(accuracies)
     written(folder / "tiny.jsonl", *invented(tiny(), lambda _: next(values)))
-    (table,) = well_formed(render("tiny", tiny(), folder, PUBLISHED))
+    (table,) = well_formed(render(tiny(), folder / "tiny.jsonl", PUBLISHED))
     assert len(table) == 2 + 6 + 1
 
 
@@ -527,12 +540,11 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shelf").mkdir()
     make_stripes(tmp_path / "shelf" / "stripes.npz")
-    (tmp_path / "studies").mkdir()
     words = (
         "methods: [fedavg]\nfusions: [fedavg, ensemble]\ndata: [stripes.npz]\nclients: [2]\nalphas: [1]\nepochs:"
         " 1\nmodel: mlp\n"
     )
-    (tmp_path / "studies" / "tiny.yaml").write_text("title: Tiny\n" + words)
+    (tmp_path / "tiny.yaml").write_text("title: Tiny\n" + words)
     figure = {
         "data": "stripes.npz",
         "alpha": 1,
@@ -541,10 +553,10 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "source": "A paper",
         "caveat": "An overlap.",
     }
-    (tmp_path / "studies" / "published.yaml").write_text(json.dumps([figure]))
-    run = ("study", "tiny", "--data-root", tmp_path / "shelf", "--engine", "inline", "--device", "cpu")
+    monkeypatch.setattr("flyby.study.tables.published", lambda: [figure])
+    run = ("study", "tiny.yaml", "--data-root", tmp_path / "shelf", "--engine", "inline", "--device", "cpu")
 
-    assert "holds no rows yet" in one_line(call("study", "tiny", "--render"))
+    assert "holds no rows yet" in one_line(call("study", "tiny.yaml", "--render"))
     loud = done(*run)
     assert loud.out == "2 cells done, 0 left; table: results/tiny.md\n"
     assert "fedavg / ensemble / stripes.npz a=1 seed 0: 1.0000 (" in loud.err
@@ -557,19 +569,29 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     whole, half = path.read_text(), tmp_path / "half.jsonl"
     half.write_text(whole.splitlines()[1] + "\n")
     path.write_text(whole.splitlines()[0] + "\n")
-    assert done("study", "tiny", "--render", "--json").json["left"] == 1
+    assert done("study", "tiny.yaml", "--render", "--json").json["left"] == 1
     assert (
-        done("study", "tiny", "--render", "--merge", half).out
+        done("study", "tiny.yaml", "--render", "--merge", half).out
         == "0 cells done, 0 left, 1 rows merged; table: results/tiny.md\n"
     )
     assert path.read_text() == whole
     assert (tmp_path / "results" / "tiny.md").read_text() == text
 
     shutil.rmtree(tmp_path / "results")
-    assert done(*run, "-q", "--work", "elsewhere", "--results", "there", "--json").json["done"] == 2
+    quiet = done(*run, "-q", "--work", "elsewhere", "--results", "there", "--json")
+    assert (quiet.json["done"], quiet.err) == (2, "")
     assert (tmp_path / "there" / "tiny.md").read_text().splitlines()[:6] == text.splitlines()[:6]
-    assert "did you mean 'tiny'" in one_line(call("study", "tinyy"))
-    assert "nowhere" in one_line(call("study", "tiny", "--results", "there", "--merge", "nowhere"))
+    assert "did you mean 'aurora-digits'" in one_line(call("study", "aurora-digit"))
+    assert "nowhere" in one_line(call("study", "tiny.yaml", "--results", "there", "--merge", "nowhere"))
+
+
+def test_the_studies_of_the_package_are_listed() -> None:
+    rows = done("study", "--list", "--json").json
+    assert {"study": "aurora-digits", "title": "AURORA, FAFI and the plain baselines on digits"} in rows
+    lines = done("study", "--list").out.splitlines()
+    assert [line.split()[0] for line in lines] == [row["study"] for row in rows] == sorted(titles())
+    assert all(line.endswith(f"  {row['title']}") for line, row in zip(lines, rows, strict=True))
+    assert "flyby study --list" in one_line(call("study"))
 
 
 # -- how alike the clients are

@@ -16,20 +16,19 @@ from safetensors.torch import load_file
 from test_engines import jobs_of
 from torch import Tensor, nn
 
-from factories import make_stripes
+from factories import WAIT, make_stripes
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN, SALT, ViewSettings, augment
 from flyby.engines import forkserver
 from flyby.engines.processes import run_processes, workers_peak_mb
-from flyby.fusion import Inbox, base, evaluation, load_predictor, predictor, save_predictor
+from flyby.fusion import FUSIONS, Inbox, evaluation, load_predictor, predictor, save_predictor
 from flyby.fusion.evaluation import scores_of
 from flyby.models import ModelSpec, Network
 from flyby.models.shelf import Shelf
 from flyby.objectives import OBJECTIVES
-from flyby.parcels import parcel
+from flyby.parcels import inbox, parcel
 from flyby.rng import generator
-from flyby.runs.methods import fusion_named
 from flyby.training.loop import TrainSettings, batches, train_site
 
 CURVE = 1e-5  # how far an epoch's mean loss may be from the reference's, as a share of it (1e-7 was found)
@@ -151,14 +150,14 @@ def test_members_that_speak_one_at_a_time_say_the_same(
 ) -> None:
     paths = parcels_in(tmp_path)
     images = torch.randint(0, 256, (70, 8, 8, 1), dtype=torch.uint8, generator=generator("images"))
-    together = fusion_named(rule)().fuse(Inbox(paths))
+    together = FUSIONS[rule]().fuse(Inbox(paths))
     assert together.shelf is None
     expected = scores_of(together, images, batch=16)
     save_predictor(together, tmp_path / "together", export=False)
 
-    monkeypatch.setattr(base, "IN_MEMORY", 0)
+    monkeypatch.setattr(inbox, "IN_MEMORY", 0)
     monkeypatch.setattr(predictor, "IN_MEMORY", 0)
-    streamed = fusion_named(rule)().fuse(Inbox(paths))
+    streamed = FUSIONS[rule]().fuse(Inbox(paths))
     assert isinstance(streamed.shelf, Shelf)
     assert len(streamed.networks) == 0, "nothing is held"
     assert torch.equal(scores_of(streamed, images, batch=16), expected)
@@ -178,8 +177,8 @@ def test_members_that_speak_one_at_a_time_say_the_same(
 
 
 def test_a_shelf_is_read_one_network_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "IN_MEMORY", 0)
-    made = fusion_named("experts")().fuse(Inbox(parcels_in(tmp_path, 3)))
+    monkeypatch.setattr(inbox, "IN_MEMORY", 0)
+    made = FUSIONS["experts"]().fuse(Inbox(parcels_in(tmp_path, 3)))
     assert made.shelf is not None
     reads: list[int] = []
     read = made.shelf.read
@@ -208,7 +207,7 @@ def test_the_server_is_started_before_torch_is_imported() -> None:
     code = "import sys; from flyby import forkserver as f; f.start(); print('torch' in sys.modules); f.stop()"
     assert (
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT
         ).stdout.strip()
         == "False"
     )

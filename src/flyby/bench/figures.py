@@ -3,11 +3,10 @@ else."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flyby.report.figures import _STYLE, ACCENT, INK, MUTED, PALETTE, QUIET, WIDTH, _as_svg, _axes, _canvas, _room
+from flyby.drawing import ACCENT, INK, MUTED, PALETTE, QUIET, WIDTH, Drawing, canvas, place_axes, room
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,25 +20,13 @@ def draw(facts: Mapping[str, Any]) -> tuple[str, bytes]:
     """The figure of a result as (SVG, PNG)."""
     if facts["kind"] == "loops":
         label = f"Samples a second of {facts['model']} on {facts['device']}"
-        return loop_bars("bench", label, facts["rows"]), _png(loop_bars, facts["rows"])
+        return loop_bars("bench", label, facts["rows"]), loop_bars.png(facts["rows"])
     rows = facts["rows"]
     words = {"title": f"{facts['title']}: {facts['y']}", "across": facts["x"], "log": facts["log"]}
-    return growth_lines(f"bench-{facts['kind']}", facts["title"], rows, **words), _png(growth_lines, rows, **words)
+    return growth_lines(f"bench-{facts['kind']}", facts["title"], rows, **words), growth_lines.png(rows, **words)
 
 
-def _png(drawing: Any, *args: Any, **kwargs: Any) -> bytes:
-    import matplotlib
-
-    out = io.BytesIO()
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        settings: Any = _STYLE
-        matplotlib.rcParams.update(settings)
-        drawing.__wrapped__(*args, **kwargs).savefig(out, format="png", dpi=144, facecolor="white")
-    return out.getvalue()
-
-
-@_as_svg
+@Drawing
 def loop_bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """A group of bars for each kind of training: the limit, flyby, the script, each with its samples a second; flyby's
     with its two ratios."""
@@ -47,10 +34,10 @@ def loop_bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
     groups = [[row for row in rows if row["work"] == work] for work in works]
     bar, gap, head = 26, 16, 26
     tall = sum(head + bar * len(group) + gap for group in groups)
-    left, right = _room(list(NAMES.values())), 300
+    left, right = room(list(NAMES.values())), 300
     most = max(row["samples_per_second"] for row in rows)
-    figure = _canvas(tall + 46)
-    axes = _axes(figure, left, 4, WIDTH - left - right, tall)
+    figure = canvas(tall + 46)
+    axes = place_axes(figure, left, 4, WIDTH - left - right, tall)
     place, ticks = 0.0, []
     for group in groups:
         axes.annotate(
@@ -92,12 +79,12 @@ def loop_bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-@_as_svg
+@Drawing
 def growth_lines(rows: Sequence[Mapping[str, Any]], title: str, across: str, log: bool) -> Figure:
     """A line for each way of working, named at its end."""
     names = list(dict.fromkeys(row["line"] for row in rows))
-    figure = _canvas(340)
-    axes = _axes(figure, 64, 34, WIDTH - 64 - _room(names) - 24, 250)
+    figure = canvas(340)
+    axes = place_axes(figure, 64, 34, WIDTH - 64 - room(names) - 24, 250)
     ends = []
     for name, colour in zip(names, PALETTE, strict=False):
         points = sorted((row["x"], row["value"]) for row in rows if row["line"] == name)

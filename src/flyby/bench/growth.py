@@ -4,8 +4,8 @@ network."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,45 +16,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from flyby.bench.bench import markdown
-from flyby.bench.orient import Adapt, made_up, plain, seconds_of, stacked
+from flyby.bench.measure import Wanted, markdown
+from flyby.bench.neighbours import Adapt, made_up, plain, seconds_of, stacked
 from flyby.data.splits import Split, make_split
 from flyby.data.views import STANDARD
 from flyby.engines.engine import engine_named
 from flyby.engines.jobs import perform
 from flyby.errors import BadInput
-from flyby.fusion import Inbox
+from flyby.fusion import FUSIONS, Inbox
+from flyby.machine import hardware, pick_device, versions
 from flyby.models import ModelSpec
 from flyby.orient import OrientSettings
 from flyby.parcels import parcel
 from flyby.rng import generator
-from flyby.runs.config import Plan, make_config, pick_device, plan
-from flyby.runs.methods import fusion_named
-from flyby.runs.pipeline import hardware, uploads, versions
+from flyby.runs.config import Plan, make_config, plan
+from flyby.runs.pipeline import uploads
 
 REPEATS = 3
 ALONE = "one by one"  # as ``inline`` does it on a CPU; on a GPU ``inline`` has several sites at work
 Row = dict[str, Any]
-Note = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
-def clients(
-    device: str,
-    counts: Sequence[int],
-    engines: Sequence[str],
-    model: str | None,
-    size: int | None,
-    batch: int | None,
-    note: Note,
-) -> Row:
+def clients(wanted: Wanted, device: str, counts: Sequence[int], engines: Sequence[str]) -> Row:
     """Samples a second of whole rounds of local training, from the call of the engine to the last parcel: starting
     workers counts."""
     gpu = device.startswith("cuda")
-    model, size, batch = (
-        model or ("resnet18" if gpu else "cnn-small"),
-        size or (32 if gpu else 16),
-        batch or (128 if gpu else 64),
-    )
+    model = wanted.model or ("resnet18" if gpu else "cnn-small")
+    size, batch = wanted.size or (32 if gpu else 16), wanted.batch or (128 if gpu else 64)
     each, epochs = (512, 10) if gpu else (256, 4)
     names = engines or ([ALONE, "inline"] if gpu else ["inline", "processes"])
     for name in names:
@@ -81,7 +70,7 @@ def clients(
         for repeat in range(REPEATS):
             for count in counts:
                 for name in names:
-                    note(f"{name}, {count} clients, round {repeat + 1} of {REPEATS}")
+                    _note(f"{name}, {count} clients", repeat)
                     spent = train_some(name, count, todo, whole, folder / f"{name}-{count}-{repeat}", device)
                     rows.append({"x": count, "line": name, "seconds": spent, "value": count * each * epochs / spent})
     return {
@@ -114,12 +103,10 @@ def train_some(engine: str, count: int, todo: Plan, whole: Split, folder: Path, 
     return time.perf_counter() - started
 
 
-def neighbours(
-    device: str, counts: Sequence[int], model: str | None, size: int | None, batch: int | None, note: Note
-) -> Row:
+def neighbours(wanted: Wanted, device: str, counts: Sequence[int]) -> Row:
     """Seconds a node needs for one epoch of fine-tuning Q neighbours' models."""
     gpu, here = device.startswith("cuda"), torch.device(device)
-    model, size, batch = model or "vgg-wildfire", size or (64 if gpu else 16), batch or 32
+    model, size, batch = wanted.model or "vgg-wildfire", wanted.size or (64 if gpu else 16), wanted.batch or 32
     width, samples, epochs = (1.0, 640, 2) if gpu else (0.25, 64, 2)
     spec = ModelSpec(name=model, classes=2, channels=3, size=(size, size), width=width)
     site = made_up(samples, size, here)
@@ -133,7 +120,7 @@ def neighbours(
     torch.backends.cudnn.benchmark = True
     for repeat in range(REPEATS):
         for count in counts:
-            note(f"{count} neighbours, round {repeat + 1} of {REPEATS}")
+            _note(f"{count} neighbours", repeat)
             for name, (adapt, how) in ways.items():
                 spent = seconds_of(partial(_adapt, adapt, site, spec, count, how, here), epochs, here) / epochs
                 rows.append({"x": count, "line": name, "seconds": spent, "value": spent})
@@ -155,14 +142,14 @@ def _adapt(
     adapt(site, spec, count, epochs, settings, device)
 
 
-def sizes(widths: Sequence[float], model: str | None, size: int | None, note: Note, senders: int = 5) -> Row:
+def sizes(wanted: Wanted, widths: Sequence[float], senders: int = 5) -> Row:
     """Bytes of a parcel and seconds to write it, to read and check it, and to average five, as the network widens."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="flyby-bench-") as temporary:
         for width in widths:
-            side = size or 32
-            spec = ModelSpec(name=model or "resnet18", classes=10, channels=3, size=(side, side), width=width)
-            note(f"{spec.name}, width {width:g}: {spec.parameter_count():,} parameters")
+            side = wanted.size or 32
+            spec = ModelSpec(name=wanted.model or "resnet18", classes=10, channels=3, size=(side, side), width=width)
+            log.info("bench: %s, width %g: %s parameters", spec.name, width, f"{spec.parameter_count():,}")
             paths = [Path(temporary) / f"site-{i}.parcel" for i in range(senders)]
             for repeat in range(REPEATS):
                 for path in paths:
@@ -177,7 +164,7 @@ def sizes(widths: Sequence[float], model: str | None, size: int | None, note: No
                     )
                     write = timed(partial(parcel.write, made, path))
                 read = timed(partial(parcel.read, paths[0]))
-                fuse = timed(lambda paths=paths: fusion_named("fedavg")().fuse(Inbox(paths)))  # type: ignore[misc]
+                fuse = timed(lambda paths=paths: FUSIONS["fedavg"]().fuse(Inbox(paths)))  # type: ignore[misc]
                 megabytes = paths[0].stat().st_size / 1e6
                 for line, spent in (("write one", write), ("read and check one", read), (f"fedavg of {senders}", fuse)):
                     rows.append(
@@ -199,7 +186,7 @@ def sizes(widths: Sequence[float], model: str | None, size: int | None, note: No
         "y": "seconds",
         "log": True,
         "rows": medians(rows),
-        "what": f"{model or 'resnet18'} of widths {', '.join(f'{w:g}' for w in widths)}; float32",
+        "what": f"{wanted.model or 'resnet18'} of widths {', '.join(f'{w:g}' for w in widths)}; float32",
     }
 
 
@@ -220,42 +207,22 @@ def medians(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def grow(
-    kind: str,
-    *,
-    device: str = "auto",
-    model: str | None = None,
-    size: int | None = None,
-    batch: int | None = None,
-    points: str = "",
-    engines: Sequence[str] = (),
-    quiet: bool = False,
-) -> dict[str, Any]:
+def grow(kind: str, wanted: Wanted, points: str = "", engines: Sequence[str] = ()) -> dict[str, Any]:
     """Measure one kind of growth at some points; the medians of three rounds."""
-
-    def note(text: str) -> None:
-        if not quiet:
-            print(f"bench: {text}", file=sys.stderr, flush=True)
-
-    device = "cpu" if kind == "bytes" else pick_device(device)
+    device = "cpu" if kind == "bytes" else pick_device(wanted.device)
     gpu = device.startswith("cuda")
     if kind == "clients":
-        found = clients(
-            device,
-            whole(points) or ([1, 4, 16, 64] if gpu else [1, 2, 4, 8, 16, 32, 64]),
-            engines,
-            model,
-            size,
-            batch,
-            note,
-        )
+        counts = whole(points) or ([1, 4, 16, 64] if gpu else [1, 2, 4, 8, 16, 32, 64])
+        found = clients(wanted, device, counts, engines)
     elif kind == "neighbours":
-        found = neighbours(
-            device, whole(points) or ([1, 4, 8, 16, 29] if gpu else [1, 2, 4, 8]), model, size, batch, note
-        )
+        found = neighbours(wanted, device, whole(points) or ([1, 4, 8, 16, 29] if gpu else [1, 2, 4, 8]))
     else:
-        found = sizes(numbers(points) or [0.125, 0.25, 0.5, 1.0, 2.0], model, size, note)
+        found = sizes(wanted, numbers(points) or [0.125, 0.25, 0.5, 1.0, 2.0])
     return {"kind": kind, "device": hardware(device), "versions": versions(), **found}
+
+
+def _note(what: str, repeat: int) -> None:
+    log.info("bench: %s, round %d of %d", what, repeat + 1, REPEATS)
 
 
 def numbers(points: str) -> list[float]:

@@ -5,6 +5,7 @@ another's.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +22,23 @@ from flyby.data.views import PLAIN, ViewSettings
 from flyby.engines import forkserver
 from flyby.errors import FlybyError
 from flyby.models import ModelSpec
+from flyby.objectives import OBJECTIVES, Objective
 from flyby.rng import generator
-from flyby.runs.methods import objective_named
 from flyby.training.graphs import Captured
-from flyby.training.loop import TrainSettings, autocast, fully_compiled, train_site
+from flyby.training.loop import train_site
+from flyby.training.recipe import Recipe
+from flyby.training.settings import TrainSettings
+from flyby.training.steps import autocast, fully_compiled
 
 Way = Literal["limit", "flyby", "script"]
 PATIENCE = 5.0  # seconds that loops have for leaving, in each of three ways
+log = logging.getLogger(__name__)
 WORK = {"plain": "supervised", "salt": "salt", "aurora": "aurora"}  # what is trained, and flyby's objective for it
 
 
-class Work(BaseModel):
-    """One loop: what it trains and which ``way``. ``steps`` make an epoch; the script's are ``script_steps``, so that
-    filling its queue weighs little."""
+class Case(BaseModel):
+    """One loop to measure: what it trains and which ``way``. ``steps`` make an epoch; the script's are
+    ``script_steps``, so that filling its queue weighs little."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,23 +59,29 @@ class Work(BaseModel):
 
     @property
     def views(self) -> ViewSettings:
-        return objective_named(WORK[self.work]).views((self.size, self.size), True)
+        return self.objective.views((self.size, self.size), True)
+
+    @property
+    def objective(self) -> type[Objective]:
+        return OBJECTIVES[WORK[self.work]]
 
     def spec(self) -> ModelSpec:
-        kind = objective_named(WORK[self.work])
         spec = ModelSpec(name=self.model, classes=self.classes, channels=self.channels, size=(self.size, self.size))
-        return kind.adapt_spec(spec, kind.settings_type())
+        return self.objective.adapt_spec(spec, self.objective.settings_type())
 
     def settings(self) -> TrainSettings:
-        kind = objective_named(WORK[self.work])
-        return TrainSettings(
-            **{
-                **kind.defaults(kind.settings_type()),
-                "epochs": 100_000,
-                "batch": self.batch,
-                "precision": self.precision,
-                "compile": self.compile,
-            }
+        own = self.objective.defaults(self.objective.settings_type())
+        here = {"epochs": 100_000, "batch": self.batch, "precision": self.precision, "compile": self.compile}
+        return TrainSettings(**{**own, **here})
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            spec=self.spec(),
+            objective=self.objective.name,
+            objective_settings=self.objective.settings_type(),
+            train=self.settings(),
+            views=self.views,
+            seed=0,
         )
 
     def part(self, samples: int) -> Part:
@@ -96,25 +107,25 @@ class Enough(Exception):
 Report = Callable[[int, float], None]  # steps done and their mean loss, once an epoch
 
 
-def limit(work: Work, report: Report) -> None:
+def limit(case: Case, report: Report) -> None:
     """The bare step: forward, backward and update of the same network on one fixed batch that is on the device
     already."""
-    device, settings = torch.device(work.device), work.settings()
+    device, settings = torch.device(case.device), case.settings()
     torch.backends.cudnn.benchmark = True
-    model = work.spec().build(generator("bench", "model")).to(device)
+    model = case.spec().build(generator("bench", "model")).to(device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if fully_compiled(settings, work.spec(), device):
+    if fully_compiled(settings, case.spec(), device):
         model.backbone.compile(dynamic=False)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
     )
-    part = work.part(work.batch).to(device)
-    x = work.spec().prepare(part.images).repeat(work.views.views, 1, 1, 1).contiguous(memory_format=torch.channels_last)
-    labels = part.labels.repeat(work.views.views)
+    part = case.part(case.batch).to(device)
+    x = case.spec().prepare(part.images).repeat(case.views.views, 1, 1, 1).contiguous(memory_format=torch.channels_last)
+    labels = part.labels.repeat(case.views.views)
     last = torch.zeros((), device=device)
 
     def step(x: torch.Tensor, labels: torch.Tensor) -> None:
-        with autocast(settings, device):
+        with autocast(settings.precision, device):
             loss = F.cross_entropy(model(x), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -124,44 +135,34 @@ def limit(work: Work, report: Report) -> None:
     captured = Captured() if device.type == "cuda" and settings.compile != "off" else None
     model.train()
     while True:
-        for _ in range(work.steps):
+        for _ in range(case.steps):
             captured(step, x, labels) if captured else step(x, labels)
-        report(work.steps, float(last))  # reading the loss waits for the device
+        report(case.steps, float(last))  # reading the loss waits for the device
 
 
-def flyby(work: Work, report: Report) -> None:
+def flyby(case: Case, report: Report) -> None:
     """``train_site`` as it is: everything between two epochs counts, from the order of the batches to the row of the
     history."""
-    kind = objective_named(WORK[work.work])
-    part = work.part(work.batch * work.steps)
+    part = case.part(case.batch * case.steps)
     empty = Part(part.images[:0], part.labels[:0])
-    site = Site("bench", part, empty, empty, tuple(str(c) for c in range(work.classes)))
-    train_site(
-        site,
-        work.spec(),
-        kind(kind.settings_type()),
-        work.settings(),
-        work.views,
-        0,
-        device=work.device,
-        on_epoch=lambda row: report(work.steps, row["loss"]),
-    )
+    site = Site("bench", part, empty, empty, tuple(str(c) for c in range(case.classes)))
+    train_site(site, case.recipe(), device=case.device, on_epoch=lambda row: report(case.steps, row["loss"]))
 
 
-def script(work: Work, report: Report) -> None:
-    """The ordinary script: see ``bench_plain``."""
-    from flyby.bench.plain import Images, Script, contrastive_view, crop_and_mirror
+def script(case: Case, report: Report) -> None:
+    """The ordinary script: see ``flyby.bench.script``."""
+    from flyby.bench.script import Images, Script, contrastive_view, crop_and_mirror
 
-    part = work.part(work.batch * work.script_steps)
-    transform = contrastive_view if work.views.views > 1 else None if work.views == PLAIN else crop_and_mirror
-    data = Images(part.images.numpy(), part.labels.numpy(), transform, work.views.views)
-    model = work.spec().build(generator("bench", "model"))
-    ordinary = Script(model, data, work.batch, work.device, work.workers)
+    part = case.part(case.batch * case.script_steps)
+    transform = contrastive_view if case.views.views > 1 else None if case.views == PLAIN else crop_and_mirror
+    data = Images(part.images.numpy(), part.labels.numpy(), transform, case.views.views)
+    model = case.spec().build(generator("bench", "model"))
+    ordinary = Script(model, data, case.batch, case.device, case.workers)
     while True:
-        report(work.script_steps, ordinary.epoch())
+        report(case.script_steps, ordinary.epoch())
 
 
-LOOPS: dict[Way, Callable[[Work, Report], None]] = {"limit": limit, "flyby": flyby, "script": script}
+LOOPS: dict[Way, Callable[[Case, Report], None]] = {"limit": limit, "flyby": flyby, "script": script}
 
 
 class Baton:
@@ -192,10 +193,10 @@ class Baton:
 def serve(raw: str, pipe: Connection) -> None:
     """A loop's whole life in its process: an epoch to warm up, then, for every number of seconds asked, epochs until
     they have passed."""
-    work = Work.model_validate_json(raw)
-    torch.set_num_threads(work.threads)
+    case = Case.model_validate_json(raw)
+    torch.set_num_threads(case.threads)
     try:
-        LOOPS[work.way](work, Baton(pipe, work.batch))
+        LOOPS[case.way](case, Baton(pipe, case.batch))
     except Enough:
         return
     except Exception as error:
@@ -206,12 +207,12 @@ def serve(raw: str, pipe: Connection) -> None:
 class Loop:
     """The parent's side of one loop: ``run`` gives it a turn."""
 
-    def __init__(self, work: Work) -> None:
-        context: Any = forkserver.context_for(work.device)
-        self.work = work
+    def __init__(self, case: Case) -> None:
+        context: Any = forkserver.context_for(case.device)
+        self.case = case
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=serve, args=(work.model_dump_json(), theirs), name=f"{work.work}-{work.way}"
+            target=serve, args=(case.model_dump_json(), theirs), name=f"{case.work}-{case.way}"
         )
         with forkserver.without_interrupts():
             self.process.start()
@@ -223,7 +224,7 @@ class Loop:
         except EOFError:
             said = "its process died"
         if isinstance(said, str) and said != "ready":
-            raise FlybyError(f"the {self.work.way} loop of {self.work.work} failed: {said}")
+            raise FlybyError(f"the {self.case.way} loop of {self.case.work} failed: {said}")
         return said
 
     def ready(self) -> None:
@@ -239,15 +240,15 @@ class Loop:
 
 
 @contextmanager
-def loops(works: list[Work], note: Callable[[str], None] = lambda _: None) -> Iterator[list[Loop]]:
+def loops(cases: list[Case]) -> Iterator[list[Loop]]:
     """All loops started and warmed up, one after another; ended with the block."""
-    if any(work.device == "cpu" for work in works):
+    if any(case.device == "cpu" for case in cases):
         forkserver.start()
     made: list[Loop] = []
     try:
-        for work in works:
-            note(f"starting {work.work}, {work.way}")
-            made.append(Loop(work))
+        for case in cases:
+            log.info("bench: starting %s, %s", case.work, case.way)
+            made.append(Loop(case))
             made[-1].ready()
         yield made
     finally:

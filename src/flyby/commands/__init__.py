@@ -1,1 +1,1 @@
-"""Groups of commands that stand beside the main ones of ``flyby.cli``, one file a group."""
+"""The commands, one file each: read the words, call one function, print. ``flyby.cli`` puts them together."""

@@ -26,7 +26,7 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Membership inference: how well a model alone tells the images it was trained on from others."""
-    from flyby.runs.config import pick_device
+    from flyby.machine import pick_device
     from flyby.study.audit import audit_model, audit_run, is_run
 
     if members is not None and others is not None:

@@ -43,39 +43,19 @@ def bench(
 ) -> None:
     """Measure flyby's training loop in one run against the bare step of the same network and against an ordinary
     DataLoader script."""
-    from flyby.bench import bench as measured
-    from flyby.bench import figures as bench_figures
-    from flyby.bench import growth as bench_growth
+    from flyby.bench import figures, measure
+    from flyby.bench import growth as growing
 
     facts: dict[str, Any]
+    wanted = measure.Wanted(device, model, size, batch, precision, compile, workers, steps)
     if growth:
-        facts = bench_growth.grow(
-            growth,
-            device=device,
-            model=model,
-            size=size,
-            batch=batch,
-            points=points,
-            engines=_words(engines),
-            quiet=quiet,
-        )
-        text, name = bench_growth.describe(facts), f"bench-{growth}"
+        facts = growing.grow(growth, wanted, points, _words(engines))
+        text, name = growing.describe(facts), f"bench-{growth}"
     else:
-        todo = measured.works(
-            device,
-            model=model,
-            size=size,
-            batch=batch,
-            precision=precision,
-            compile=compile,
-            workers=workers,
-            steps=steps,
-            only=_words(only),
-        )
-        facts = measured.bench(todo, seconds, rounds, quiet)
-        text, name = measured.describe(facts), "bench"
+        facts = measure.bench(wanted.cases(_words(only)), seconds, rounds)
+        text, name = measure.describe(facts), "bench"
     if out:
-        files = measured.keep(facts, *bench_figures.draw(facts), text, out, name)
+        files = measure.keep(facts, *figures.draw(facts), text, out, name)
         text += f"\nwritten: {', '.join(str(path) for path in files)}"
     say(facts, as_json, text)
 

@@ -1,13 +1,32 @@
-"""What the commands share: options that mean the same everywhere, and one way to answer."""
+"""What the commands share: options that mean the same everywhere, groups of them, and one way to answer."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import Annotated, Any
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from flyby.parcels.arrivals import Arrivals, Waiting
+
+
+def _hush(quiet: bool) -> bool:
+    """Library code logs at INFO what --quiet hides, at WARNING what everybody must see."""
+    if quiet:
+        logging.getLogger("flyby").setLevel(logging.WARNING)
+    return quiet
+
+
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_hush, help="No progress on stderr.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. train.lr=0.01 (repeatable)."),
@@ -18,19 +37,96 @@ Compiled = Annotated[
     typer.Option("--compile", help="How a GPU takes training steps: auto, off, graph or full; as train.compile."),
 ]
 Size = Annotated[int | None, typer.Option(help="Resize images to this many pixels a side.")]
-Deadline = Annotated[
-    str | None, typer.Option(metavar="DURATION", help="With --watch: wait no longer than this, e.g. 90s, 10m, 2h, 1d.")
-]
-Expect = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|NAMES", help="With --watch: go on as soon as so many sites, or those with these names, are there."
-    ),
-]
-Poll = Annotated[
-    str, typer.Option(metavar="DURATION", help="With --watch: the longest pause between two looks at the folder.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
+Epochs = Annotated[int | None, typer.Option(help="Local epochs.")]
+Model = Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")]
+Fusion = Annotated[str | None, typer.Option(help="Another server rule than the method's own.")]
+MinSize = Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")]
+Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
+Trained = Annotated[Path, typer.Argument(help="A fused folder, a run folder or a .parcel.")]
+Trust = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with groups among its parameters: dataclasses of options, which typer is shown one by one."""
+    own = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
+    flat = [
+        option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, each in own.items()
+        for option in (
+            inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else (each,)
+        )
+    ]
+
+    @wraps(command)
+    def called(**words: Any) -> None:
+        for name, group in groups.items():
+            words[name] = group(**{field.name: words.pop(field.name) for field in fields(group)})
+        command(**words)
+
+    called.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    called.__annotations__ = {option.name: option.annotation for option in flat}
+    return called
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Whom a command that takes parcels lets in."""
+
+    trust: Trust = None
+    require_signed: Annotated[
+        bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")
+    ] = False
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Who has sent before: refuse them, and add those let in (made if not there)."),
+    ] = None
+    quarantine: Annotated[Path | None, typer.Option(help="Move refused parcels here, each beside the reason.")] = None
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="Largest parcel to take; 4 GiB by default.")] = None
+    max_total: Annotated[
+        int | None, typer.Option(min=1, help="Most bytes of all parcels together; 64 GiB by default.")
+    ] = None
+    max_parcels: Annotated[int | None, typer.Option(min=1, help="Most parcels to take; 10,000 by default.")] = None
+
+    @property
+    def words(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @property
+    def looking(self) -> dict[str, Any]:
+        """For a gate that only looks: while a command waits, nothing is moved away yet."""
+        return self.words | {"quarantine": None}
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """How long a command waits for parcels to arrive, and for whom."""
+
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="With --watch: wait no longer than this, e.g. 90s, 10m, 2h, 1d."),
+    ] = None
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|NAMES",
+            help="With --watch: go on as soon as so many sites, or those with these names, are there.",
+        ),
+    ] = None
+    poll: Annotated[
+        str, typer.Option(metavar="DURATION", help="With --watch: the longest pause between two looks at the folder.")
+    ] = "5s"
+
+    def waiting(self, watch: bool, min_sites: int | None) -> Waiting | None:
+        from flyby.parcels.arrivals import Waiting
+
+        return Waiting.of(watch, self.deadline, self.expect, min_sites, self.poll)
+
+
+def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:
+    """The assignments of --set, with that of --compile."""
+    return [*(settings or ()), *([f'train.compile="{compiled}"'] if compiled else [])]
 
 
 def say(value: Any, as_json: bool, text: str) -> None:
@@ -38,6 +134,18 @@ def say(value: Any, as_json: bool, text: str) -> None:
     print(json.dumps(value, indent=1) if as_json else text)
 
 
-def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:
-    """The assignments of --set, with that of --compile."""
-    return [*(settings or ()), *([f'train.compile="{compiled}"'] if compiled else [])]
+def note(lines: Iterable[str]) -> None:
+    """What people should know beside the answer, on stderr."""
+    for line in lines:
+        print(f"note: {line}", file=sys.stderr)
+
+
+def note_absent(came: Arrivals | None, facts: dict[str, Any]) -> None:
+    """Say what took no part: files that were not whole, or that came after the wait had ended. What was refused was
+    said while waiting."""
+    if came is None:
+        return
+    facts["watch"] = came.row()
+    for kind, names in (("not whole in time", list(came.unfinished)), ("too late", facts["watch"]["late"])):
+        if names:
+            note([f"{kind}: {', '.join(names)}"])

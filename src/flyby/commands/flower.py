@@ -4,12 +4,27 @@ own processes alone."""
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flyby.commands.common import Device, Json, Quiet, Set, Size, say
+from flyby.commands.common import (
+    Device,
+    Epochs,
+    Export,
+    Fusion,
+    Json,
+    MinSize,
+    Model,
+    Quiet,
+    Seed,
+    Set,
+    Size,
+    grouped,
+    say,
+)
 from flyby.errors import BadInput
 
 app = typer.Typer(
@@ -19,23 +34,36 @@ app = typer.Typer(
     help="Carry the parcels over a Flower network: TLS, authenticated nodes, a deadline and a quorum.",
 )
 
-Method = Annotated[str, typer.Option(help="Whose local training, a method of `flyby methods`.")]
-Fusion = Annotated[str | None, typer.Option(help="Another server rule than the method's own.")]
-Model = Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")]
-Epochs = Annotated[int | None, typer.Option(help="Local epochs.")]
-Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
-Deadline = Annotated[str, typer.Option(help="Fuse after this time what is there, e.g. 90s, 10m, 2h.")]
-MinSites = Annotated[int | None, typer.Option(help="Fewest parcels to fuse; by default all that are expected.")]
-MaxMegabytes = Annotated[int, typer.Option(help="Largest parcel that a site may send.")]
-Trust = Annotated[
-    Path | None, typer.Option(help="Whose signing key is whose: a file of `flyby keys trust` on the server's host.")
-]
-RequireSigned = Annotated[bool, typer.Option("--require-signed", help="Take only parcels signed with a trusted key.")]
-Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """What every round is told, here or on many hosts."""
+
+    method: Annotated[str, typer.Option(help="Whose local training, a method of `flyby methods`.")] = "aurora"
+    fusion: Fusion = None
+    epochs: Epochs = None
+    seed: Seed = 0
+    model: Model = None
+    deadline: Annotated[str, typer.Option(help="Fuse after this time what is there, e.g. 90s, 10m, 2h.")] = "10m"
+    min_sites: Annotated[int | None, typer.Option(help="Fewest parcels to fuse; by default all that are expected.")] = (
+        None
+    )
+    max_megabytes: Annotated[int, typer.Option(help="Largest parcel that a site may send.")] = 500
+    export: Export = True
+    device: Device = "auto"
+    size: Size = None
+    settings: Set = None
+
+    def told(self, **own: Any) -> dict[str, Any]:
+        """The run config of a round; what was not said stays at its default."""
+        words = {**vars(self), "settings": None, **own}
+        return {name.replace("_", "-"): value for name, value in words.items() if value is not None}
 
 
 @app.command("up")
+@grouped
 def up_command(
+    *,
     data: Annotated[
         list[str] | None,
         typer.Option(help="One source, split among the nodes as `flyby run` would, or one for each node (repeatable)."),
@@ -44,21 +72,10 @@ def up_command(
     out: Annotated[Path, typer.Option(help="The folder for model, parcels, ledger.json and result.json.")] = Path(
         "flower-round"
     ),
-    method: Method = "aurora",
-    fusion: Fusion = None,
-    epochs: Epochs = None,
-    seed: Seed = 0,
-    model: Model = None,
     alpha: Annotated[float, typer.Option(help="Dirichlet concentration of the split.")] = 0.1,
     split: Annotated[str, typer.Option(help="How one source is divided.")] = "dirichlet",
-    min_size: Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")] = None,
-    deadline: Deadline = "10m",
-    min_sites: MinSites = None,
-    max_megabytes: MaxMegabytes = 500,
-    export: Export = True,
-    device: Device = "auto",
-    size: Size = None,
-    settings: Set = None,
+    min_size: MinSize = None,
+    options: RoundOptions,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -74,25 +91,16 @@ def up_command(
         )
     if nodes is not None and nodes < 1:
         raise BadInput("--nodes must be at least 1")
-    asked = read_round(_told(locals()))
     result = up(
         sources,
-        asked,
-        settings or (),
+        read_round(options.told(out=str(out))),
+        options.settings or (),
         nodes=nodes or 3,
         split={"name": split, "alpha": alpha, "min_size": min_size},
-        device=device,
+        device=options.device,
         tell=(lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True)),
     )
     say(result, as_json, _line(result, out))
-
-
-def _told(words: dict[str, Any]) -> dict[str, Any]:
-    """The words of a command that a round knows; what was not said stays at its default."""
-    from flyby.deploy.round import Round
-
-    told = {name: words[name] for name in Round.model_fields if words.get(name) is not None and name != "settings"}
-    return {name.replace("_", "-"): str(value) if isinstance(value, Path) else value for name, value in told.items()}
 
 
 def _line(result: dict[str, Any], out: Path) -> str:
@@ -145,33 +153,35 @@ def keys(
 
 
 @app.command("app")
+@grouped
 def app_command(
+    *,
     folder: Annotated[Path, typer.Argument(help="The folder to write.")],
     sites: Annotated[int, typer.Option(help="How many sites are expected; 0 waits for the deadline.")] = 0,
     out: Annotated[
         str, typer.Option(help="The folder on the SuperLink's host for model, parcels and result.json.")
     ] = "flower-round",
-    method: Method = "aurora",
-    fusion: Fusion = None,
-    epochs: Epochs = None,
-    seed: Seed = 0,
-    model: Model = None,
-    deadline: Deadline = "10m",
-    min_sites: MinSites = None,
-    max_megabytes: MaxMegabytes = 500,
-    trust: Trust = None,
-    require_signed: RequireSigned = False,
-    export: Export = True,
-    device: Device = "auto",
-    size: Size = None,
-    settings: Set = None,
+    trust: Annotated[
+        Path | None, typer.Option(help="Whose signing key is whose: a file of `flyby keys trust` on the server's host.")
+    ] = None,
+    require_signed: Annotated[
+        bool, typer.Option("--require-signed", help="Take only parcels signed with a trusted key.")
+    ] = False,
+    options: RoundOptions,
     as_json: Json = False,
 ) -> None:
     """Write the Flower app that `flwr run` takes; every setting of a round is a key of its run config."""
     from flyby.deploy.app_folder import write_app
     from flyby.deploy.round import joined, read_round
 
-    asked = read_round({**_told(locals()), "settings": joined(settings or ())}).check()
+    told = options.told(
+        sites=sites,
+        out=out,
+        trust=trust and str(trust),
+        require_signed=require_signed,
+        settings=joined(options.settings or ()),
+    )
+    asked = read_round(told).check()
     write_app(folder, asked)
     say(
         {"app": str(folder), "config": asked.scalars()},

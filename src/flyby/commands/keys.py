@@ -1,5 +1,4 @@
-"""``flyby keys``: make a key pair, look at one, say whose key is whose; ``flyby sign`` for a parcel that exists
-already."""
+"""``flyby keys``: make a key pair, look at one, say whose key is whose."""
 
 from __future__ import annotations
 
@@ -15,26 +14,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-KeyFile = Annotated[Path | None, typer.Option("--key", help="Sign with this private key of `flyby keys new`.")]
-TrustFile = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
-RequireSigned = Annotated[
-    bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")
-]
-LedgerFile = Annotated[
-    Path | None,
-    typer.Option("--ledger", help="Who has sent before: refuse them, and add those let in (made if not there)."),
-]
-Quarantine = Annotated[
-    Path | None, typer.Option("--quarantine", help="Move refused parcels here, each beside the reason.")
-]
-MaxBytes = Annotated[int | None, typer.Option("--max-bytes", min=1, help="Largest parcel to take; 4 GiB by default.")]
-MaxTotal = Annotated[
-    int | None, typer.Option("--max-total", min=1, help="Most bytes of all parcels together; 64 GiB by default.")
-]
-MaxParcels = Annotated[
-    int | None, typer.Option("--max-parcels", min=1, help="Most parcels to take; 10,000 by default.")
-]
 
 
 @app.command()
@@ -100,31 +79,4 @@ def trust(
         facts,
         as_json,
         f"{trust_file}: {name} is trusted with {key.fingerprint}; senders in the file: {len(known.senders)}",
-    )
-
-
-def sign(
-    parcel: Annotated[Path, typer.Argument(help="The .parcel to sign.")],
-    key: Annotated[Path, typer.Option(help="The sender's private key of `flyby keys new`.")],
-    out: Annotated[Path | None, typer.Option(help="The signed .parcel to write; by default the same file.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Sign a parcel that exists already. Its content stays as it is."""
-    from flyby.parcels import parcel as parcels
-    from flyby.parcels.signing import read_private
-    from flyby.parcels.signing import sign as signed
-
-    secret, target = read_private(key), out or parcel
-    made = signed(parcels.read(parcel), secret)
-    written = parcels.write(made, target)
-    facts = {
-        "parcel": str(target),
-        "bytes": written,
-        "sender": made.manifest.sender,
-        "fingerprint": secret.public.fingerprint,
-    }
-    say(
-        facts,
-        as_json,
-        f"{target}: {written:,} bytes, signed by {made.manifest.sender} with {secret.public.fingerprint}",
     )

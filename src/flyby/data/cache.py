@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import os
 import shutil
 import sys
@@ -27,12 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flyby import files
-from flyby.data.dataset import Dataset
+from flyby.data.dataset import Dataset, content_digest
 from flyby.errors import BadInput
 
 if TYPE_CHECKING:
     from PIL import Image
 
+log = logging.getLogger(__name__)
 FORMAT = 1  # raise it when decoding or the layout changes: old entries are then simply never asked for
 BROKEN_SHARE = 0.01
 CHUNK = 128
@@ -197,9 +199,8 @@ def writable(root: Path) -> Path:
         except OSError:
             mine = False
         spare = spare if mine else Path(tempfile.mkdtemp(prefix="flyby-cache-"))
-        print(
-            f"warning: the cache folder {root} cannot be written ({error.strerror or error}); using {spare}",
-            file=sys.stderr,
+        log.warning(
+            "warning: the cache folder %s cannot be written (%s); using %s", root, error.strerror or error, spare
         )
         return spare
 
@@ -298,14 +299,12 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
                 if row % CHUNK == CHUNK - 1:
                     advance(CHUNK)
             labels.append(part.labels[kept].astype("<i8"))
-            writer.hash.update(labels[-1].tobytes())
-            shape = [len(kept), writer.height, writer.width, writer.channels]
-            writer.hash.update(files.canonical({"shape": shape, "class_names": list(contents.class_names)}))
+            shape = (len(kept), writer.height, writer.width, writer.channels)
             groups = None if part.groups is None else [part.groups[row] for row in kept]
             splits[part.split] = {
                 "start": start,
                 "stop": writer.count,
-                "digest": writer.hash.hexdigest()[:16],
+                "digest": content_digest(writer.hash, labels[-1], shape, contents.class_names),
                 "groups": groups,
             }
         if new_broken > BROKEN_SHARE * total:
@@ -359,7 +358,7 @@ def _attempts(items: Iterable[Item], size: int | None) -> list[Pixels | None]:
 def _attempt(item: Item, size: int | None) -> Pixels | None:
     try:
         return None if item is None else decode(item, None if size is None else (size, size))
-    except Exception:  # a damaged file makes Pillow's readers fail in any way at all (OSError, SyntaxError, ValueError, struct.error ...)
+    except Exception:  # a damaged file makes Pillow's readers fail in any way at all (OSError, SyntaxError ...)
         return None
 
 
@@ -369,7 +368,7 @@ def _bar(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
     if title is None:
         yield lambda _: None
     elif not sys.stderr.isatty():
-        print(f"decoding {total} images of {title} into the cache (once)", file=sys.stderr, flush=True)
+        log.info("decoding %d images of %s into the cache (once)", total, title)
         yield lambda _: None
     else:
         from rich.console import Console
@@ -398,14 +397,14 @@ def decode(item: bytes | Path | Pixels, size: tuple[int, int] | None = None) -> 
         ]
         return np.stack([np.asarray(band) for band in bands], axis=2)
     with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as opened:
-        flat = _flat(ImageOps.exif_transpose(opened) if "exif" in opened.info else opened)
+        flat = flattened(ImageOps.exif_transpose(opened) if "exif" in opened.info else opened)
         if size is not None:
             flat = flat.resize(size[::-1], Image.Resampling.BILINEAR)
         pixels: Pixels = np.asarray(flat)
         return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
 
-def _flat(image: Image.Image) -> Image.Image:
+def flattened(image: Image.Image) -> Image.Image:
     """The image in mode L or RGB: palettes looked up, 16-bit grey scaled to 8, transparency laid on black."""
     from PIL import Image
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from flyby.errors import BadInput
+from flyby.files import canonical
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,15 @@ class Dataset:
             for column in (self.images, self.labels)
         ]
         return torch.from_numpy(picked[0]).to(device), torch.from_numpy(picked[1]).to(device)
+
+
+def content_digest(
+    pixels: _Hash, labels: npt.NDArray[np.int64], shape: Sequence[int | None], class_names: Sequence[str]
+) -> str:
+    """The name of a dataset's content, from a SHA-256 that has taken in its pixels as they lie (uint8 [N, H, W, C])."""
+    pixels.update(labels.astype("<i8").tobytes())
+    pixels.update(canonical({"shape": list(shape), "class_names": list(class_names)}))
+    return pixels.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,7 +35,11 @@ class Part:
 @dataclass(frozen=True)
 class Site:
     """What one participant holds. ``counts`` are its training images per class; ``mirror`` says whether flips are
-    harmless."""
+    harmless.
+
+    ``origin`` is the digest of where its data came from: the split's hash, or the content of its own images. ``real``
+    is a site outside any simulation, whose noise comes from the operating system.
+    """
 
     id: str
     train: Part
@@ -43,6 +47,8 @@ class Site:
     test: Part
     class_names: tuple[str, ...]
     mirror: bool = True
+    origin: str = ""
+    real: bool = False
 
     @property
     def counts(self) -> list[int]:
@@ -57,9 +63,7 @@ class Site:
         return int(self.train.images.shape[3])
 
     def to(self, device: torch.device | str) -> Site:
-        return Site(
-            self.id, self.train.to(device), self.val.to(device), self.test.to(device), self.class_names, self.mirror
-        )
+        return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
 
 def site_of(bundle: DataBundle, split: Split, name: str) -> Site:
@@ -75,7 +79,8 @@ def site_of(bundle: DataBundle, split: Split, name: str) -> Site:
             )
             labels = labels.repeat(copies + 1)
         parts[part] = Part(images, labels)
-    return Site(name, parts["train"], parts["val"], parts["test"], bundle.train.class_names, bundle.mirror)
+    train, val, test = parts["train"], parts["val"], parts["test"]
+    return Site(name, train, val, test, bundle.train.class_names, bundle.mirror, origin=split.hash)
 
 
 def _replica(images: Tensor, mirror: bool, *key: object) -> Tensor:
@@ -105,6 +110,8 @@ def whole_site(bundle: DataBundle, name: str, val: float = 0.0, seed: int = 0) -
         part_of(bundle.test) if bundle.test is not None else part_of(bundle.train, indices[:0]),
         bundle.train.class_names,
         bundle.mirror,
+        origin=bundle.train.digest,
+        real=True,
     )
 
 

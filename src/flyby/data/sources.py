@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flyby import rng
 from flyby.data import cache as store
 from flyby.data import parquet
+from flyby.data.arrays import as_labels, as_pixels, check_classes, check_holdout, held_out, numbered
 from flyby.data.cache import Contents, Item, Part, Pixels
 from flyby.data.dataset import DataBundle
 from flyby.data.parquet import BLOCK, SPLITS
 from flyby.errors import BadInput, unknown
+from flyby.registry import Registry
 
 ORDER = ("train", "validation", "test")
 IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
-MOST_CLASSES = 100_000
 
 
 Held = TypeVar("Held")
@@ -37,13 +37,13 @@ class Source:
     read: Callable[[], Contents]
     size: int | None
     mirror: bool = True
+    holdout: float = 0.0  # the share for testing where the caller leaves it to the source
 
 
 def catalogue() -> list[dict[str, str]]:
     """The kinds of source there are: a name, the form it takes after ``--data``, and one line about it."""
-    rows = (
-        ("digits", "digits", "1,797 handwritten digits, 8x8 grey, 10 classes; comes with scikit-learn, no test split"),
-        ("digits-32", "digits-32", "the same digits up-sampled to 32x32 RGB, for networks made for photographs"),
+    named = [(name, name, " ".join((source.__doc__ or "").split())) for name, source in SOURCES.items()]
+    files = (
         (
             "parquet",
             "FOLDER",
@@ -68,14 +68,14 @@ def catalogue() -> list[dict[str, str]]:
             "a Parquet dataset on the Hugging Face hub (hf:OWNER/NAME/CONFIG if it has several); needs flyby[hub]",
         ),
     )
-    return [{"name": name, "form": form, "note": note} for name, form, note in rows]
+    return [{"name": name, "form": form, "note": note} for name, form, note in (*named, *files)]
 
 
 def load(
     name: str,
     *,
     size: int | None = None,
-    holdout: float = 0.0,
+    holdout: float | None = 0.0,
     column: str | None = None,
     cache: Path | None = None,
     progress: bool = False,
@@ -83,15 +83,12 @@ def load(
     """The images that ``name`` stands for, decoded once and memory-mapped from then on.
 
     ``size`` resizes every image to size x size; ``holdout`` keeps that share of each class as test images where the
-    source has none; ``column`` is the column of a natural user or site, kept as ``Dataset.groups``; ``cache`` is where
-    decoded images are kept.
+    source has none (None: as the source itself says); ``column`` is the column of a natural user or site, kept as
+    ``Dataset.groups``; ``cache`` is where decoded images are kept.
     """
     if size is not None and not 1 <= size <= 4096:
         raise BadInput(f"data.size must lie between 1 and 4096 pixels, not {size}")
-    if not 0.0 <= holdout < 1.0:
-        raise BadInput(
-            f"data.holdout is the share of images kept for testing and must be at least 0 and below 1, not {holdout}"
-        )
+    check_holdout(holdout or 0.0)
     root = store.root_of(cache)
     try:
         source = _find(name, size, column, root)
@@ -100,6 +97,7 @@ def load(
     key = store.key_of(source.files, {**source.settings, "size": source.size, "column": column}, root)
     title = name if progress else None
     entry = store.fetch(root, key, lambda: _checked(name, source.read()), size=source.size, progress=title)
+    holdout = source.holdout if holdout is None else holdout
     if holdout > 0 and not len(entry.splits.get("test", ())):
         # A copy in the new order rather than a selection, so that both parts are memory maps too.
         whole = entry
@@ -132,8 +130,8 @@ def read_images(paths: Sequence[Path], channels: int, size: tuple[int, int]) -> 
 
 
 def _find(name: str, size: int | None, column: str | None, root: Path) -> Source:
-    if name in ("digits", "digits-32"):
-        return _digits(32 if size is None and name == "digits-32" else size, column)
+    if name in SOURCES:
+        return SOURCES[name](size, column)
     if name.startswith("hf:"):
         return _parquet(_download(name, root), name, size, column)
     path = Path(name).expanduser()
@@ -159,10 +157,7 @@ def _checked(name: str, contents: Contents) -> Contents:
     names = contents.class_names
     if not any(part.split == "train" and len(part.labels) for part in contents.parts):
         raise BadInput(f"{name} holds no images to train on")
-    if len(names) < 2:
-        raise BadInput(f"{name} names only {len(names)} class; at least 2 are needed to tell apart")
-    if len(set(names)) < len(names):
-        raise BadInput(f"{name} gives two classes the same name; name each class once")
+    check_classes(names, name)
     for part in contents.parts:
         wrong = np.flatnonzero((part.labels < 0) | (part.labels >= len(names)))
         if len(wrong):
@@ -178,13 +173,7 @@ def _hold_out(entry: store.Entry, share: float) -> Contents:
     """The same images with ``share`` of each class moved from train to test, drawn by the content's own digest; order
     is kept."""
     train = entry.splits["train"]
-    draw = rng.legacy_numpy("holdout", train.digest)
-    chosen = np.zeros(len(train), dtype=bool)
-    for label in range(train.classes):
-        rows = np.flatnonzero(train.labels == label)
-        if len(rows) >= 2:
-            count = min(max(1, int(share * len(rows) + 0.5)), len(rows) - 1)
-            chosen[draw.permutation(rows)[:count]] = True
+    chosen = held_out(train, share)
     parts = []
     for split, data, picked in (
         ("train", train, np.flatnonzero(~chosen)),
@@ -209,7 +198,8 @@ def _array_blocks(images: Pixels, rows: npt.NDArray[np.int64] | None = None) -> 
 # -- digits
 
 
-def _digits(size: int | None, column: str | None) -> Source:
+def digits(size: int | None, column: str | None) -> Source:
+    """1,797 handwritten digits, 8x8 grey, 10 classes; comes with scikit-learn, no test split"""
     if column is not None:
         raise BadInput(f"digits has no column {column!r}: it does not say who wrote which digit")
     size = None if size == 8 else size  # their own size: as they are, grey
@@ -224,7 +214,18 @@ def _digits(size: int | None, column: str | None) -> Source:
         labels = data.target.astype(np.int64)
         return Contents([Part("train", labels, _array_blocks(images), str)], [str(digit) for digit in range(10)])
 
-    return Source({}, {"kind": "digits"}, read, size, mirror=False)
+    return Source({}, {"kind": "digits"}, read, size, mirror=False, holdout=0.2)
+
+
+def digits_32(size: int | None, column: str | None) -> Source:
+    """the same digits up-sampled to 32x32 RGB, for networks made for photographs"""
+    return digits(32 if size is None else size, column)
+
+
+# What ``--data NAME`` means without looking at the disk: the size and the column that are asked for, to a source.
+SOURCES: Registry[Callable[[int | None, str | None], Source]] = Registry(
+    "data source", {"digits": digits, "digits-32": digits_32}, group="flyby.data"
+)
 
 
 # -- npz
@@ -261,44 +262,17 @@ def _npz(path: Path, size: int | None, column: str | None) -> Source:
         depths = {arrays[x].shape[3] if arrays[x].ndim == 4 else 1 for _, x, _ in keys if x in arrays}
         if len(depths) > 1:
             raise BadInput(f"{path} has training and test images with different channel counts ({sorted(depths)})")
-        names = arrays.get("class_names")
-        return Contents(parts, _numbered(parts) if names is None else [str(name) for name in names.ravel().tolist()])
+        given = arrays.get("class_names")
+        names = None if given is None else [str(name) for name in given.ravel().tolist()]
+        return Contents(parts, numbered(*(part.labels for part in parts)) if names is None else names)
 
     return Source({"npz": path}, {"kind": "npz"}, read, size)
 
 
 def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, labels: npt.NDArray[Any]) -> Part:
-    if images.dtype != np.uint8:
-        raise BadInput(f"{x} in {path} is {images.dtype}; give uint8 pixels from 0 to 255")
-    if images.ndim not in (3, 4) or 0 in images.shape[1:]:
-        raise BadInput(f"{x} in {path} has the shape {list(images.shape)}; give [N, H, W] or [N, H, W, C]")
-    if images.ndim == 3:
-        images = images[:, :, :, None]
-    if images.shape[1] in (1, 3) and images.shape[3] > 4:
-        raise BadInput(
-            f"{x} in {path} has its channels first ({list(images.shape)}); move them last with images.transpose(0, 2,"
-            " 3, 1)"
-        )
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise BadInput(f"{y} in {path} is {labels.dtype}; give whole numbers from 0, one for each image")
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.shape != images.shape[:1]:
-        raise BadInput(
-            f"{y} in {path} has the shape {list(labels.shape)} for {len(images)} images; give one label for each"
-        )
-    return Part(split, labels.astype(np.int64), _array_blocks(images), lambda row: f"{x}[{row}]")
-
-
-def _numbered(parts: Sequence[Part]) -> list[str]:
-    """Class names for a source that has none: the labels themselves."""
-    count = max(int(part.labels.max(initial=-1)) for part in parts) + 1
-    if count > MOST_CLASSES:
-        raise BadInput(
-            f"label {count - 1} looks like an identifier rather than a class; number the classes from 0 or give their"
-            " names"
-        )
-    return [str(label) for label in range(count)]
+    pixels = as_pixels(images, f"{x} in {path}")
+    known = as_labels(labels, len(pixels), f"{y} in {path}")
+    return Part(split, known, _array_blocks(pixels), lambda row: f"{x}[{row}]")
 
 
 # -- a folder of class folders
@@ -388,7 +362,7 @@ def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Sou
             raise BadInput(
                 f"the Parquet files of {name} disagree about the class names; write them all with the same features"
             )
-        return Contents(parts, _numbered(parts) if not names else names[0])
+        return Contents(parts, numbered(*(part.labels for part in parts)) if not names else names[0])
 
     return Source(
         {f"{role}/{path.name}": path for role, paths in shards.items() for path in paths},

@@ -10,21 +10,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flyby.data.dataset import Dataset
-from flyby.errors import BadInput, unknown
-from flyby.files import digest, read_json, write_text
+from flyby.drawing import clean, grid
+from flyby.errors import BadInput
+from flyby.files import digest, read_json, unwritable, write_text
+from flyby.registry import Registry
 from flyby.rng import legacy_numpy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Indices = npt.NDArray[np.int64]
 Random = np.random.RandomState
 MAX_REDRAWS = 2000
+MANY = 20  # more sites or classes than this are not spelt out in a notebook
 
 
 class SplitSettings(BaseModel):
@@ -42,6 +49,10 @@ class SplitSettings(BaseModel):
     test: float | None = Field(None, ge=0, lt=1, description="own-test share of each site; default 0, .15 for `fol`")
     replicas: int = Field(0, ge=0, le=100, description="augmented copies of every image, made after the split")
     seed: int | None = Field(None, description="default: the run's seed")
+
+    @property
+    def uses_alpha(self) -> bool:
+        return self.name.startswith("dirichlet") or self.name == "fol"
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,67 @@ class Split:
     class_names: tuple[str, ...]
     shares: dict[str, Share]
     counts: dict[str, list[int]]
+
+    def __repr__(self) -> str:
+        shape = f", alpha {self.settings.alpha:g}" if self.settings.uses_alpha else ""
+        held = sum(sum(row) for row in self.counts.values())
+        what = f"{len(self.shares)} sites hold {held:,} training images of {len(self.class_names)} classes"
+        return f"Split({self.settings.name}{shape}, seed {self.seed}: {what}; {self.hash})"
+
+    def rows(self) -> list[list[str | int]]:
+        """Who holds what, a heading first: per site its training images of each class and in all, then its own
+        validation and test images where it has some; the sums last."""
+        parts = [part for part in ("val", "test") if any(len(getattr(s, part)) for s in self.shares.values())]
+        numbers = {
+            name: [*self.counts[name], sum(self.counts[name]), *(len(getattr(share, part)) for part in parts)]
+            for name, share in self.shares.items()
+        }
+        found: list[list[str | int]] = [["site", *self.class_names, "total", *parts]]
+        found += [[name, *row] for name, row in numbers.items()]
+        return [*found, ["all", *(sum(column) for column in zip(*numbers.values(), strict=True))]]
+
+    def table(self) -> str:
+        """:meth:`rows` as text: sites down, classes across; a dot where a site has none."""
+        cells = [[clean(cell or "·", 16) for cell in row] for row in self.rows()]
+        first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+        return "\n".join(
+            "  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))])
+            for row in cells
+        )
+
+    def plot(self, path: Path | str | None = None) -> Figure:
+        """Who holds what, drawn as in the report: sites down, classes across. ``path`` also keeps it as a file, whose
+        ending says its kind (.png, .svg, .pdf)."""
+        held = np.array(list(self.counts.values()), dtype=np.float64)
+        totals = [f"{total:,.0f}" for total in held.sum(axis=1)]
+        shown = np.where(held > 0, held, np.nan)
+        drawn = grid.figure(
+            list(self.shares), self.class_names, shown, "{:.0f}".format, totals=totals, unit="samples of the class"
+        )
+        if path is not None:
+            try:
+                drawn.savefig(path, dpi=144, facecolor="white")
+            except OSError as error:
+                raise unwritable(path, error) from error
+            except ValueError as error:
+                raise BadInput(f"cannot draw {path}: {error}; end its name with .png, .svg or .pdf") from None
+        return drawn
+
+    def _repr_html_(self) -> str:
+        """A small table for a notebook: the first sites, and beyond a few classes only how many each site holds."""
+        head, *rows, sums = self.rows()
+        if len(self.class_names) > MANY:
+            picked = slice(len(self.class_names) + 1, None)
+            held = [sum(n > 0 for n in self.counts[name]) for name in self.shares]
+            head = ["site", "classes", *head[picked]]
+            rows = [[row[0], n, *row[picked]] for row, n in zip(rows, held, strict=True)]
+            sums = ["all", len(self.class_names), *sums[picked]]
+        more: list[list[str | int]] = [[f"… {len(rows) - MANY} more"]] if len(rows) > MANY else []
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(clean(cell))}</td>' for cell in line)}</tr>"
+            for line in (head, *rows[:MANY], *more, sums)
+        )
+        return f"<table><caption>{escape(repr(self))}</caption>{body}</table>"
 
     @property
     def hash(self) -> str:
@@ -122,9 +194,7 @@ class Split:
 def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
     """Divide ``data`` among ``settings.clients`` sites by the named rule, then hold out each site's own val and test
     parts."""
-    rule = SPLITS.get(settings.name)
-    if rule is None:
-        raise unknown("split", settings.name, SPLITS)
+    rule = SPLITS[settings.name]
     _check(data, settings)
     seed = settings.seed if settings.seed is not None else seed
     rng = legacy_numpy(seed, "split", settings.name)
@@ -149,8 +219,7 @@ def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
 
 
 def _check(data: Dataset, settings: SplitSettings) -> None:
-    uses_alpha = settings.name.startswith("dirichlet") or settings.name == "fol"
-    if uses_alpha and not 0 < settings.alpha < np.inf:
+    if settings.uses_alpha and not 0 < settings.alpha < np.inf:
         raise BadInput(
             f"alpha must be above 0, got {settings.alpha}; small values (.05) are very uneven, 100 is nearly even"
         )
@@ -368,13 +437,16 @@ def hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: 
     return Share(*joined)
 
 
-SPLITS: dict[str, Callable[[Dataset, SplitSettings, Random], dict[str, Indices]]] = {
-    "dirichlet": dirichlet,
-    "dirichlet-plain": dirichlet_plain,
-    "dirichlet-overlap": dirichlet_overlap,
-    "dirichlet-client": dirichlet_client,
-    "fol": fol,
-    "iid": iid,
-    "by-label": by_label,
-    "by-column": by_column,
-}
+SPLITS: Registry[Callable[[Dataset, SplitSettings, Random], dict[str, Indices]]] = Registry(
+    "split",
+    {
+        "dirichlet": dirichlet,
+        "dirichlet-plain": dirichlet_plain,
+        "dirichlet-overlap": dirichlet_overlap,
+        "dirichlet-client": dirichlet_client,
+        "fol": fol,
+        "iid": iid,
+        "by-label": by_label,
+        "by-column": by_column,
+    },
+)

@@ -16,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flyby.engines.engine import DataSettings
 from flyby.errors import BadInput
+from flyby.fusion import FUSIONS
+from flyby.objectives import OBJECTIVES
 from flyby.parcels.arrivals import seconds
 from flyby.runs.config import RunConfig, make_config
-from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
+from flyby.runs.methods import METHODS, check_pair
 from flyby.settings import build
 
 MEGABYTE = 1_000_000
@@ -91,7 +93,7 @@ class Round(_Plain):
     @property
     def rule(self) -> str:
         """The server rule by name; methods without a server are refused."""
-        method = method_named(self.method)
+        method = METHODS[self.method]
         rule = self.fusion or method.fusion
         if rule is None or method.orient:
             raise BadInput(
@@ -121,7 +123,7 @@ class Round(_Plain):
 
     def fusion_settings(self) -> list[str]:
         """The rule's settings as assignments: the method's own for this rule, then what the round sets."""
-        own = method_named(self.method).fusion_settings.get(self.rule, {})
+        own = METHODS[self.method].fusion_settings.get(self.rule, {})
         values = {**own, **self.config("data").fusion}
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
@@ -130,8 +132,8 @@ class Round(_Plain):
         if self.sites and self.quorum > self.sites:
             raise BadInput(f"{self.quorum} parcels cannot come from {self.sites} sites; lower --min-sites")
         config = self.config("data")
-        method, rule = method_named(self.method), fusion_named(self.rule)
-        objective = objective_named(method.objective)
+        method, rule = METHODS[self.method], FUSIONS[self.rule]
+        objective = OBJECTIVES[method.objective]
         check_pair(
             objective,
             rule,

@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from flyby.data.settings import DataSettings
 from flyby.engines.cluster import kept
 from flyby.engines.inline import run_inline
-from flyby.engines.jobs import DataSettings, Job, Recipe
+from flyby.engines.jobs import Job
 from flyby.engines.processes import run_processes
 from flyby.engines.ray import each_ray, fuse_ray, run_ray
 from flyby.errors import BadInput, unknown
-from flyby.fusion import Fusion, Inbox, Predictor
+from flyby.fusion.base import Fusion, Inbox, Server
+from flyby.fusion.predictor import Predictor
 from flyby.training.loop import Row
 
 
-def fuse_here(fusion: Fusion, inbox: Inbox, **options: Any) -> Predictor:
+def fuse_here(fusion: Fusion, inbox: Inbox, server: Server) -> Predictor:
     """The server rule in this process."""
-    return fusion.fuse(inbox, **options)
+    return fusion.fuse(inbox, server)
 
 
 def each_here(
@@ -38,7 +40,7 @@ class Engine:
     package that is an extra."""
 
     train: Callable[[Sequence[Job], Callable[[Row], None]], None]
-    fuse: Callable[..., Predictor] = fuse_here
+    fuse: Callable[[Fusion, Inbox, Server], Predictor] = fuse_here
     each: Callable[[Callable[[Any], Any], Iterable[Any], Callable[[Any], DataSettings]], Iterator[tuple[Any, Any]]] = (
         each_here
     )
@@ -72,6 +74,3 @@ def held(name: str | None) -> AbstractContextManager[None]:
     """Inside this block what the named engine has to start (a Ray cluster) is started at most once, and ended with the
     block."""
     return engine_named(name).kept() if name else nullcontext()
-
-
-__all__ = ["ENGINES", "DataSettings", "Engine", "Job", "Recipe", "engine_named", "held"]

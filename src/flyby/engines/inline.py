@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from flyby.engines.jobs import Job, one_thread, perform, performing
-from flyby.training.loop import Row, Work
+from flyby.engines.jobs import Job, perform, performing
+from flyby.machine import as_a_site
+from flyby.training.loop import Pausing, Row
 
 MOST = 16  # sites at once
 GAIN = 1.1  # twice as many sites must do so much more in a second
@@ -24,13 +25,9 @@ def run_inline(jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> None:
     if jobs and jobs[0].device.startswith("cuda"):
         run_side_by_side(jobs, on_epoch)
         return
-    threads = torch.get_num_threads()
-    one_thread()
-    try:
+    with as_a_site("cpu"):
         for job in jobs:
             perform(job, on_epoch)
-    finally:
-        torch.set_num_threads(threads)
 
 
 class Crew:
@@ -64,7 +61,7 @@ class Crew:
 
 @dataclass
 class Going:
-    work: Work[float]
+    work: Pausing[float]
     stream: Any
     epochs: int = 0
 

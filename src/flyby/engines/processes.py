@@ -21,8 +21,9 @@ from typing import Any
 
 from flyby import files
 from flyby.engines import forkserver
-from flyby.engines.jobs import Job, one_thread, perform, samples_of
+from flyby.engines.jobs import Job, perform, samples_of
 from flyby.errors import FlybyError
+from flyby.machine import one_thread
 from flyby.training.loop import Row
 
 _events: Any = None

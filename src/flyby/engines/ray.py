@@ -25,14 +25,16 @@ from typing import IO, Any, TypeVar
 import torch
 
 from flyby.data.dataset import DataBundle, Dataset
+from flyby.data.settings import DataSettings
 from flyby.data.site import site_of
 from flyby.data.splits import Split
 from flyby.engines import cluster
 from flyby.engines.cluster import POLL, Answer, RaySettings, kept
-from flyby.engines.jobs import DataSettings, Job, bundle_of, perform, samples_of, split_at
+from flyby.engines.jobs import Job, bundle_of, perform, samples_of, split_at
 from flyby.errors import BadInput, FlybyError
 from flyby.files import write_bytes
-from flyby.fusion import Fusion, Inbox, Predictor, load_predictor, save_predictor
+from flyby.fusion.base import Fusion, Inbox, Server
+from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
 from flyby.parcels import parcel
 from flyby.training.loop import Row
 
@@ -97,32 +99,23 @@ def run_ray(jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> None:
                     raise answer[0]
 
 
-def fuse_ray(
-    fusion: Fusion,
-    inbox: Inbox,
-    *,
-    proxy: Dataset | None = None,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    work: Path | None = None,
-) -> Predictor:
+def fuse_ray(fusion: Fusion, inbox: Inbox, server: Server) -> Predictor:
     """The server rule as a task. Parcels go there as the bytes they are, the predictor comes back as its deployable
     folder."""
     settings = RaySettings.read()
-    where, token = settings.device(str(device)), _token()
-    share = settings.share(where)
+    where, token = settings.device(str(server.device)), _token()
+    share, work = settings.share(where), server.work
     with kept(), tempfile.TemporaryDirectory() as place:
         ray = cluster.connected()
         cluster.check_room(ray, share)
         fuse = ray.remote(_in_scratch).options(max_retries=0, **share)
         parcels = [ray.put(parcel.to_bytes(item)) for item in inbox]
-        images = None if proxy is None else ray.put(cluster.plain(proxy))
+        images = None if server.proxy is None else ray.put(cluster.plain(server.proxy))
         before = {f"work/{p.name}": p.read_bytes() for p in sorted(work.glob("*.ckpt"))} if work else {}
 
         def submit(name: str) -> Any:
-            return fuse.remote(
-                f"{token}-server", before, _fuse, fusion, parcels, images, seed, where, torch.get_num_threads()
-            )
+            seed, threads = server.seed, torch.get_num_threads()
+            return fuse.remote(f"{token}-server", before, _fuse, fusion, parcels, images, seed, where, threads)
 
         def deliver(_: str, answer: Answer) -> list[dict[str, Any]]:
             files, sections = answer[1]
@@ -138,7 +131,7 @@ def fuse_ray(
         )
         with contextlib.closing(finished):
             for rule, answer in finished:
-                fusion.sections = deliver(rule, answer)
+                server.report[:] = deliver(rule, answer)
                 if answer[0] is not None:
                     raise answer[0]
         return load_predictor(Path(place) / "predictor")
@@ -272,9 +265,10 @@ def _fuse(
         paths = [Path(place) / f"{number}.parcel" for number in range(len(parcels))]
         for path, reference in zip(paths, parcels, strict=True):
             path.write_bytes(ray.get(reference))
-        predictor = fusion.fuse(Inbox(paths), proxy=proxy, seed=seed, device=device, work=folder / "work")
+        server = Server(proxy, seed, device, folder / "work")
+        predictor = fusion.fuse(Inbox(paths), server)
     save_predictor(predictor, folder / "predictor", export=False)
-    return fusion.sections
+    return server.report
 
 
 def _do(

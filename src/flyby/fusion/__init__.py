@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.distilled.coboosting import CoBoosting
 from flyby.fusion.distilled.dense import Dense
 from flyby.fusion.distilled.fedcvae import FedCvae, FedCvaeKd
@@ -17,17 +17,16 @@ from flyby.fusion.weights.average import EnsembleFusion, FedAvg
 from flyby.fusion.weights.fedlpa import FedLpa
 from flyby.fusion.weights.maecho import MaEcho
 from flyby.fusion.weights.ot import OtFusion
+from flyby.parcels.inbox import Inbox
+from flyby.registry import Registry
 
-FUSIONS: dict[str, type[Fusion]] = {
-    f.name: f for f in (FedAvg, EnsembleFusion, Iffi, Experts, ExpertsSoftmax, ExpertsGate, ExpertsCalibrated)
-}
-PREDICTORS |= {p.kind: p for p in (IffiPredictor, ExpertsPredictor)}
-FUSIONS |= {f.name: f for f in (FedProto, FedTgp, FedCvae, FedCvaeKd)}
-PREDICTORS |= {NearestMeans.kind: NearestMeans}
-FUSIONS |= {f.name: f for f in (Dense, CoBoosting, FedDF, IntactOFL)}
-PREDICTORS |= {GatedPredictor.kind: GatedPredictor}
-FUSIONS |= {f.name: f for f in (FedLpa, MaEcho, OtFusion)}
-FUSIONS |= {f.name: f for f in (Median, Trimmed, Clipped, EnsembleMedian, EnsembleTrimmed)}
-PREDICTORS |= {RobustEnsemble.kind: RobustEnsemble}
+RULES: tuple[type[Fusion], ...] = (
+    *(FedAvg, EnsembleFusion, Iffi, Experts, ExpertsSoftmax, ExpertsGate, ExpertsCalibrated),
+    *(FedProto, FedTgp, FedCvae, FedCvaeKd, Dense, CoBoosting, FedDF, IntactOFL, FedLpa, MaEcho, OtFusion),
+    *(Median, Trimmed, Clipped, EnsembleMedian, EnsembleTrimmed),
+)
+FUSIONS: Registry[type[Fusion]] = Registry("fusion", {f.name: f for f in RULES}, group="flyby.fusions")
+for _made in (IffiPredictor, ExpertsPredictor, NearestMeans, GatedPredictor, RobustEnsemble):
+    PREDICTORS[_made.kind] = _made
 
-__all__ = ["FUSIONS", "Fusion", "FusionSettings", "Inbox", "Predictor", "load_predictor", "save_predictor"]
+__all__ = ["FUSIONS", "Fusion", "FusionSettings", "Inbox", "Predictor", "Server", "load_predictor", "save_predictor"]

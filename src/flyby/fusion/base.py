@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
-from flyby.models import Network
-from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of
-from flyby.parcels import parcel
-from flyby.parcels.parcel import Manifest, Parcel
+from flyby.parcels.inbox import Inbox as Inbox
 
 
 class FusionSettings(BaseModel):
@@ -25,100 +23,21 @@ class FusionSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Inbox:
-    """The parcels a fusion may use, in sender order. Manifests are at hand; the tensors are read one parcel at a
-    time."""
+@dataclass
+class Server:
+    """Where a rule runs: what it may use, and where it says what it found.
 
-    def __init__(self, sources: Iterable[Path | str | Parcel]) -> None:
-        items = [s if isinstance(s, Parcel) else Path(s) for s in sources]
-        if not items:
-            raise BadInput("there are no parcels to fuse; name .parcel files")
-        pairs = [(parcel.read_manifest(s) if isinstance(s, Path) else s.manifest, s) for s in items]
-        pairs.sort(key=lambda pair: natural(pair[0].sender))
-        self.manifests: list[Manifest] = [m for m, _ in pairs]
-        self._sources: list[Path | Parcel] = [s for _, s in pairs]
-        self._agree()
+    ``proxy`` is unlabelled data for rules that can use some; never test data. ``work`` is a folder in which long work
+    keeps its checkpoints, so that the same call goes on where it was interrupted. ``report`` takes sections of the
+    report, as plain data: a ``title``, and as it likes ``text``, a ``table`` (columns, rows) and ``images`` (shape,
+    columns, base64 of uint8 pixels).
+    """
 
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    def __iter__(self) -> Iterator[Parcel]:
-        for source in self._sources:
-            yield parcel.read(source) if isinstance(source, Path) else source
-
-    def networks(self) -> list[Network] | Shelf:
-        """All networks, for ensembles that let their members speak one at a time: those that together are too large
-        stay in their parcels."""
-        if sum(bytes_of(m.spec) for m in self.manifests) <= IN_MEMORY:
-            return [item.network() for item in self]
-
-        def read(place: int) -> Network:
-            source = self._sources[place]
-            return (parcel.read(source) if isinstance(source, Path) else source).network()
-
-        return Shelf(len(self), read)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.manifests[0].class_names
-
-    @property
-    def samples(self) -> list[int]:
-        return [m.samples for m in self.manifests]
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """Class counts [K, C]; an error names the first sender that did not share them."""
-        for manifest in self.manifests:
-            if manifest.counts is None:
-                raise BadInput(
-                    f"{manifest.sender} did not share its class counts, which this fusion needs; use fedavg or ensemble"
-                )
-        return torch.tensor([m.counts for m in self.manifests], dtype=torch.float64)
-
-    def _agree(self) -> None:
-        first = self.manifests[0]
-        seen: set[str] = set()
-        for m in self.manifests:
-            if m.sender in seen:
-                raise BadInput(f"two parcels come from {m.sender!r}; each participant sends exactly one")
-            seen.add(m.sender)
-            if m.class_names != first.class_names:
-                raise BadInput(
-                    f"{m.sender} and {first.sender} name different classes; parcels can only be fused over the same"
-                    " classes"
-                )
-            if (m.spec.size, m.spec.channels) != (first.spec.size, first.spec.channels):
-                raise BadInput(
-                    f"{m.sender} takes {m.spec.size}x{m.spec.channels} images, {first.sender}"
-                    f" {first.spec.size}x{first.spec.channels}; they cannot be fused"
-                )
-
-    def same_spec(self, rule: str) -> None:
-        """Refuse mixed architectures, for rules that combine weights."""
-        first = self.manifests[0]
-        for m in self.manifests:
-            if m.spec != first.spec:
-                raise BadInput(
-                    f"{rule} needs one architecture, but {m.sender} sent {m.spec.name} and {first.sender}"
-                    f" {first.spec.name} (or other widths or head); use ensemble"
-                )
-
-    def same_features(self, rule: str) -> None:
-        """Refuse features of different widths, for rules that add features up (heads and architectures may differ)."""
-        dims = {m.spec.skeleton().feature_dim: m.sender for m in self.manifests}
-        if len(dims) > 1:
-            (a, one), (b, other) = list(dims.items())[:2]
-            raise BadInput(
-                f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts"
-            )
-
-
-def natural(name: str) -> tuple[list[tuple[int, int, str]], str]:
-    """A sort key by which site-2 comes before site-10; the name itself puts site-01 and site-1 in one order always."""
-    import re
-
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part], name
+    proxy: Dataset | None = None
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    work: Path | None = None
+    report: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Fusion(ABC):
@@ -134,25 +53,14 @@ class Fusion(ABC):
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         self.settings = settings if settings is not None else self.settings_type()
-        self.sections: list[
-            dict[str, Any]
-        ] = []  # what ``fuse`` found worth showing: sections of the report (title, text, table, svg)
+
+    def fuse(self, parcels: Inbox, server: Server | None = None) -> Predictor:
+        """One predictor from many parcels, by this rule's ``combine``."""
+        return self.combine(parcels, server if server is not None else Server())
 
     @abstractmethod
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
-        """One predictor from many parcels. ``proxy`` is unlabelled data for rules that can use some; never test data.
-
-        ``work`` is a folder in which long server work keeps its checkpoints, so that the same call goes on where it was
-        interrupted.
-        """
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
+        """What a rule is: the predictor that follows from the parcels and from what ``server`` lets it use."""
 
 
 def weights_of(parcels: Inbox, weighting: str) -> list[float]:

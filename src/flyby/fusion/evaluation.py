@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -11,40 +13,68 @@ from flyby.data.dataset import Dataset
 from flyby.data.site import Part, part_of
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
+from flyby.models import Network
 
-VOICES = 256_000_000  # bytes of what an ensemble's members said that are kept at once
+BATCH = 512
+VOICES = 256_000_000  # bytes of what a predictor's members said that are kept at once
+REMEMBERED = 512_000_000  # bytes of features that are kept for the next rule over the same networks
+
+
+class Looks:
+    """What networks saw: features by (network, image set), so that a network looks at an image once, whoever asks. The
+    oldest go where there are too many. Both names are digests of content, so an answer is never another's."""
+
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self.most, self.seen = most, OrderedDict[tuple[str, ...], Tensor]()
+
+    @torch.no_grad()
+    def features(self, network: Network, images: Tensor, device: torch.device | str) -> Tensor:
+        """``network.features`` of uint8 images [N, H, W, C], computed in batches and kept on the host."""
+        key = (network.identity, _digest(images), str(device)) if network.identity else ()
+        if key in self.seen:
+            self.seen.move_to_end(key)
+            return self.seen[key]
+        network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        network.eval()
+        pieces = torch.split(images, BATCH)
+        found = torch.cat([network.features(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
+        if key and found.nbytes <= self.most:
+            self.seen[key] = found
+            while sum(one.nbytes for one in self.seen.values()) > self.most:
+                self.seen.popitem(last=False)
+        return found
+
+
+LOOKS = Looks()
+
+
+def _digest(images: Tensor) -> str:
+    pixels = images.cpu().contiguous()
+    return f"{tuple(pixels.shape)} {hashlib.sha256(pixels.numpy().data).hexdigest()}"
 
 
 @torch.no_grad()
-def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str = "cpu", batch: int = 512) -> Tensor:
-    """The predictor's scores [N, C] on uint8 images [N, H, W, C], computed in pieces and kept on the host."""
+def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """The predictor's scores [N, C] on uint8 images [N, H, W, C], in pieces and kept on the host. Members speak
+    one at a time, each over all images of a piece; what they said is then combined, batch by batch."""
     predictor = predictor.eval().to(device)
-    if predictor.shelf is not None:
-        return torch.cat(
-            [_one_by_one(predictor, piece, device, batch) for piece in torch.split(images, _piece(predictor, batch))]
-        )
-    predictor.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, batch)])
+    scores = []
+    for piece in torch.split(images, _piece(predictor)):
+        said = []
+        for network in predictor.shelf or predictor.networks:
+            seen = LOOKS.features(network, piece, device)  # type: ignore[arg-type]
+            voices = [predictor.voice(network, part.to(device)).cpu() for part in torch.split(seen, BATCH)]  # type: ignore[arg-type]
+            said.append(voices)
+        for voices, part in zip(zip(*said, strict=True), torch.split(piece, BATCH), strict=True):
+            scores.append(predictor.combine([voice.to(device) for voice in voices], part.to(device)).float().cpu())
+    return torch.cat(scores)
 
 
-def _piece(predictor: Predictor, batch: int) -> int:
-    """As many images, in whole batches, as leave room for what all members say about them: each pass over them reads
-    every network again."""
-    each = 4 * len(predictor.specs) * len(predictor.class_names)
-    return max(1, VOICES // (each * batch)) * batch
-
-
-def _one_by_one(predictor: Predictor, images: Tensor, device: torch.device | str, batch: int) -> Tensor:
-    """Members read one at a time, each over all images; what they said is kept and then combined, batch by batch as all
-    at once would."""
-    assert predictor.shelf is not None
-    said: list[Tensor] = []
-    for network, spec in zip(predictor.shelf, predictor.specs, strict=True):
-        network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        pieces = torch.split(images, batch)
-        said.append(torch.cat([predictor.voice(network, spec.prepare(piece.to(device))).cpu() for piece in pieces]))
-    batches = zip(*(torch.split(one, batch) for one in said), strict=True)
-    return torch.cat([predictor.combine(torch.stack(voices).to(device)).float().cpu() for voices in batches])
+def _piece(predictor: Predictor) -> int:
+    """As many images, in whole batches, as leave room for what all members see and say: each pass over them reads every
+    network of a shelf again."""
+    widest = max(len(predictor.class_names), max(spec.skeleton().feature_dim for spec in set(predictor.specs)))
+    return max(1, VOICES // (4 * len(predictor.specs) * widest * BATCH)) * BATCH
 
 
 def check_fit(predictor: Predictor, data: Dataset) -> None:

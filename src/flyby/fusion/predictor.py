@@ -19,6 +19,7 @@ from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, read_json, write_bytes, write_json, write_text
 from flyby.models import ModelSpec, Network
 from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of, read_shelf, write_shelf
+from flyby.registry import Registry
 
 FORMAT = 1
 
@@ -26,12 +27,13 @@ FORMAT = 1
 class Predictor(nn.Module):
     """Base of all predictors. ``settings`` is the JSON that, with ``specs``, rebuilds an empty one of the same shape.
 
-    An ensemble says what one member says (``voice``) and what follows from all of them (``combine``): members may then
-    speak one at a time, from a ``Shelf``. Any other kind writes ``forward`` itself.
+    Each kind says what one member makes of the features it sees (``voice``), and what follows from all of them
+    (``combine``). So members may speak one at a time, from a ``Shelf`` where ``streams`` allows it, and features that
+    were computed once serve every rule over the same networks (``flyby.fusion.evaluation``).
     """
 
     kind: ClassVar[str]
-    streams: ClassVar[bool] = False  # whether it has ``voice`` and ``combine``
+    streams: ClassVar[bool] = False  # whether its networks may stay on a shelf
 
     def __init__(
         self,
@@ -66,16 +68,18 @@ class Predictor(nn.Module):
         for network, spec in zip(self.networks if self.shelf is None else self.shelf, self.specs, strict=True):
             yield network if self.shelf is None else network.to(images.device), spec.prepare(images)  # type: ignore[misc]
 
-    def voice(self, network: Network, x: Tensor) -> Tensor:
-        """What one member says about prepared images: [N, ...] in float32."""
-        raise NotImplementedError
+    def voice(self, network: Network, features: Tensor) -> Tensor:
+        """What one member says about images that it sees as ``features`` [N, d]: its logits, where nothing else is
+        written."""
+        return network.head(features).float()  # type: ignore[no-any-return]
 
-    def combine(self, voices: Tensor) -> Tensor:
-        """The scores [N, classes] that follow from all members' voices [K, N, ...]."""
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        """The scores [N, classes] that follow from what each of the K members says, [N, ...], about the images."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.combine(torch.stack([self.voice(network, x) for network, x in self.members(images)]))
+        voices = [self.voice(network, network.features(x)) for network, x in self.members(images)]
+        return self.combine(voices, images)
 
     def chances(self, scores: Tensor) -> Tensor:
         """Scores [N, classes] as shares that add up to one, for people to read."""
@@ -92,10 +96,8 @@ class Single(Predictor):
     ) -> None:
         super().__init__(specs, class_names, networks)
 
-    def forward(self, images: Tensor) -> Tensor:
-        ((network, x),) = self.members(images)
-        scores: Tensor = network(x)
-        return scores
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        return voices[0]
 
 
 class Ensemble(Predictor):
@@ -123,16 +125,18 @@ class Ensemble(Predictor):
 
     weights: Tensor
 
-    def voice(self, network: Network, x: Tensor) -> Tensor:
-        logits: Tensor = network(x).float()
+    def voice(self, network: Network, features: Tensor) -> Tensor:
+        logits = super().voice(network, features)
         return logits if self.mean == "logits" else logits.softmax(-1)
 
-    def combine(self, voices: Tensor) -> Tensor:
-        scores = torch.einsum("k,knc->nc", self.weights, voices)
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        scores = torch.einsum("k,knc->nc", self.weights, torch.stack(tuple(voices)))
         return scores if self.mean == "logits" else scores.clamp_min(1e-12).log()
 
 
-PREDICTORS: dict[str, type[Predictor]] = {p.kind: p for p in (Single, Ensemble)}
+PREDICTORS: Registry[type[Predictor]] = Registry(
+    "predictor kind", {p.kind: p for p in (Single, Ensemble)}, group="flyby.predictors"
+)
 
 
 def save_predictor(
@@ -190,9 +194,7 @@ def load_predictor(folder: Path | str) -> Predictor:
                 f"{folder} has model format {config['format']} and this flyby reads {FORMAT}; use the flyby version"
                 " that wrote it"
             )
-        kind = PREDICTORS.get(config["kind"])
-        if kind is None:
-            raise unknown("predictor kind", str(config["kind"]), PREDICTORS)
+        kind = PREDICTORS[config["kind"]]
         specs = [ModelSpec.from_dict(s) for s in config["specs"]]
         if not specs or any(spec.classes != len(config["class_names"]) for spec in specs):
             raise ValueError(f"{len(config['class_names'])} class names do not fit its {len(specs)} network(s)")
@@ -229,26 +231,28 @@ def export_program(predictor: Predictor, path: Path) -> None:
 
 def _card(config: dict[str, Any], export: bool) -> str:
     names = sorted({s["name"] for s in config["specs"]})
-    height, width = config["specs"][0]["size"]
+    (height, width), channels = config["specs"][0]["size"], config["specs"][0]["channels"]
+    what = f"{config['kind']} of {len(config['specs'])} network(s) ({', '.join(names)})"
+    what += f" for {len(config['class_names'])} classes"
     facts = "\n".join(f"- {key}: {value}" for key, value in config["card"].items())
     plain = (
-        """
+        f"""
 Without flyby, in plain PyTorch:
 
 ```python
 import torch
 model = torch.export.load("model.pt2").module()
-images = torch.zeros(1, {h}, {w}, {c}, dtype=torch.uint8)   # your images: uint8, N x H x W x C
+images = torch.zeros(1, {height}, {width}, {channels}, dtype=torch.uint8)   # your images: uint8, N x H x W x C
 with torch.no_grad():
     print(model(images).argmax(1))
 ```
-""".format(h=height, w=width, c=config["specs"][0]["channels"])
+"""
         if export
         else ""
     )
     return f"""# A model fused by flyby
 
-{config["kind"]} of {len(config["specs"])} network(s) ({", ".join(names)}) for {len(config["class_names"])} classes; images {height}x{width}x{config["specs"][0]["channels"]}, uint8.
+{what}; images {height}x{width}x{channels}, uint8.
 {facts}
 
 ```

@@ -15,20 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import floor, prod
-from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from flyby.data.dataset import Dataset
 from flyby.errors import unknown
-from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.predictor import Predictor, Single
 from flyby.fusion.weights.layers import PORTION
 from flyby.models import ModelSpec, Network
 from flyby.models.shelf import Shelf
+from flyby.parcels.inbox import Inbox
 
 Piece = tuple[str, int, int]  # a tensor's name and the range of its numbers
 
@@ -85,15 +84,7 @@ class Median(Fusion):
     paper = "Yin et al., ICML 2018"
     about = "coordinate-wise median of weights and BatchNorm buffers"
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_spec(self.name)
         spec = parcels.manifests[0].spec
         network = spec.skeleton()
@@ -161,12 +152,12 @@ class RobustEnsemble(Predictor):
         super().__init__(specs, class_names, networks, mean=mean, trim=trim)
         self.mean, self.trim = mean, trim
 
-    def voice(self, network: Network, x: Tensor) -> Tensor:
-        logits: Tensor = network(x).float()
+    def voice(self, network: Network, features: Tensor) -> Tensor:
+        logits = super().voice(network, features)
         return logits if self.mean == "logits" else logits.softmax(-1)
 
-    def combine(self, voices: Tensor) -> Tensor:
-        scores = middle(voices, self.trim)
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        scores = middle(torch.stack(tuple(voices)), self.trim)
         return scores if self.mean == "logits" else scores.clamp_min(1e-12).log()
 
 
@@ -184,15 +175,7 @@ class EnsembleMedian(Fusion):
     settings: EnsembleMedianSettings
     trim = 0.5
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         specs = [m.spec for m in parcels.manifests]
         trim = getattr(self.settings, "trim", self.trim)
         return RobustEnsemble(specs, parcels.class_names, parcels.networks(), mean=self.settings.mean, trim=trim)

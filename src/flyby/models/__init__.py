@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyby.models.heads import HEADS
-from flyby.models.networks import ARCHITECTURES, Network
-from flyby.models.spec import ModelSpec
+from flyby.models.networks import ARCHITECTURES
+from flyby.models.spec import ModelSpec, Network
 
 __all__ = ["ModelSpec", "Network", "ARCHITECTURES", "HEADS"]

@@ -1,29 +1,25 @@
 """Heads: what turns features ``[B, d]`` into logits ``[B, C]``.
 
-A head is one class with ``(feature_dim, classes, spec)`` and one line in :data:`HEADS`.
+A head is one class with ``(feature_dim, classes, scaled)`` and one line in :data:`HEADS`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyby.models.anchors import simplex_etf
-
-if TYPE_CHECKING:
-    from flyby.models.networks import Network
-    from flyby.models.spec import ModelSpec
+from flyby.registry import Registry
 
 INITIAL_SCALE = 16.0
 
 
 class Head(nn.Module):
-    """A classifier on features. ``initialise`` sets every tensor it has; ``takes_scale``: whether ``logit_scale`` means
-    anything to it."""
+    """A classifier on features. ``initialise`` sets every tensor it has; ``takes_scale``: whether a spec's
+    ``logit_scale`` means anything to it."""
 
     takes_scale = False
 
@@ -34,7 +30,7 @@ class Head(nn.Module):
 class LinearHead(Head, nn.Linear):
     """``logits = f W^T + b``, with torch's usual initialisation."""
 
-    def __init__(self, feature_dim: int, classes: int, spec: ModelSpec) -> None:
+    def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
         nn.Linear.__init__(self, feature_dim, classes)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -47,11 +43,11 @@ class PrototypeHead(Head):
 
     takes_scale = True
 
-    def __init__(self, feature_dim: int, classes: int, spec: ModelSpec) -> None:
+    def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
         super().__init__()
         self.prototypes = nn.Parameter(torch.empty(classes, feature_dim))
         self.scale: nn.Parameter | None
-        self.register_parameter("scale", nn.Parameter(torch.empty(())) if spec.logit_scale else None)
+        self.register_parameter("scale", nn.Parameter(torch.empty(())) if scaled else None)
 
     def initialise(self, generator: torch.Generator) -> None:
         nn.init.normal_(self.prototypes, generator=generator)
@@ -67,7 +63,7 @@ class EtfHead(Head):
     """``logits = scale * f/||f|| A^T`` with fixed simplex anchors ``A [C, d]`` and a learnable scale [FedETF, ICCV
     2023]."""
 
-    def __init__(self, feature_dim: int, classes: int, spec: ModelSpec) -> None:
+    def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
         super().__init__()
         self.register_buffer("anchors", torch.empty(classes, feature_dim))
         self.scale = nn.Parameter(torch.empty(()))
@@ -82,7 +78,7 @@ class EtfHead(Head):
         return self.scale * (F.normalize(features, dim=1) @ self.anchors.T)
 
 
-HEADS: dict[str, type[Head]] = {"linear": LinearHead, "prototype": PrototypeHead, "etf": EtfHead}
+HEADS: Registry[type[Head]] = Registry("head", {"linear": LinearHead, "prototype": PrototypeHead, "etf": EtfHead})
 
 
 def uniform_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
@@ -94,8 +90,8 @@ def uniform_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> 
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
 
 
-def directions(network: Network) -> Tensor:
-    """One row ``[d]`` a class that stands for it in feature space: prototypes, anchors, or the linear head's rows."""
+def directions(network: nn.Module) -> Tensor:
+    """One row ``[d]`` per class that stands for it in feature space: the head's prototypes, anchors or linear rows."""
     for name in ("prototypes", "anchors", "weight"):
         rows = getattr(network.head, name, None)
         if isinstance(rows, Tensor):

@@ -7,12 +7,10 @@ outputs of a stage's blocks, which are added together, ``features.N.conv.0`` for
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from flyby.models.spec import ModelSpec
+from flyby.models.shape import Shape
 
 STEM_WIDTH, LAST_WIDTH, EXPANSION = 32, 1280, 6
 STAGES = (
@@ -72,10 +70,10 @@ class MobileNetV2(nn.Module):
     """The backbone. The CIFAR stem takes strides 1 in the first convolution and in the second stage, for pictures of
     about 32x32."""
 
-    def __init__(self, spec: ModelSpec, w: Mapping[str, int]) -> None:
+    def __init__(self, shape: Shape, w: Mapping[str, int]) -> None:
         super().__init__()
-        small = spec.stem == "cifar"
-        self.features = nn.Sequential(conv_bn(spec.channels, w["stem"], 3, stride=1 if small else 2))
+        small = shape.stem == "cifar"
+        self.features = nn.Sequential(conv_bn(shape.channels, w["stem"], 3, stride=1 if small else 2))
         inputs = w["stem"]
         for number, stage, place, stride in blocks():
             outputs = w[f"stage{stage}"]
@@ -92,5 +90,5 @@ class MobileNetV2(nn.Module):
         return self.avgpool(self.features(x)).flatten(1)  # type: ignore[no-any-return]
 
 
-def mobilenetv2(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
-    return MobileNetV2(spec, w), w["last"]
+def mobilenetv2(shape: Shape, w: Mapping[str, int]) -> tuple[nn.Module, int]:
+    return MobileNetV2(shape, w), w["last"]

@@ -7,12 +7,10 @@ Each builder returns the backbone and its feature dimension. The stem argument o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from flyby.models.spec import ModelSpec
+from flyby.models.shape import Shape
 
 MLP_WIDTHS = {"fc1": 256, "fc2": 128}
 CNN_SMALL_WIDTHS = {"conv1": 32, "conv2": 64, "conv3": 128}
@@ -20,12 +18,12 @@ CNN_FOL_WIDTHS = {"conv1": 128, "conv2": 128, "conv3": 128}
 VGG_WILDFIRE_WIDTHS = {"conv1": 64, "conv2": 128, "conv3": 256, "conv4": 512}
 
 
-def mlp(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
+def mlp(shape: Shape, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     """Flatten, then two hidden layers with ReLU."""
-    height, width = spec.size
+    height, width = shape.size
     layers = nn.Sequential()
     layers.add_module("flatten", nn.Flatten())
-    layers.add_module("fc1", nn.Linear(spec.channels * height * width, w["fc1"]))
+    layers.add_module("fc1", nn.Linear(shape.channels * height * width, w["fc1"]))
     # Not in place here and in cnn-fol: a backward hook on the layer before (as K-FAC factors need) forbids it.
     layers.add_module("relu1", nn.ReLU())
     layers.add_module("fc2", nn.Linear(w["fc1"], w["fc2"]))
@@ -33,10 +31,10 @@ def mlp(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     return layers, w["fc2"]
 
 
-def cnn_small(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
+def cnn_small(shape: Shape, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     """Three padded 3x3 convolutions with batch norm, one max-pool, global average pool: quick on a CPU."""
     layers = nn.Sequential()
-    inputs = spec.channels
+    inputs = shape.channels
     for i in (1, 2, 3):
         outputs = w[f"conv{i}"]
         layers.add_module(f"conv{i}", nn.Conv2d(inputs, outputs, 3, padding=1, bias=False))
@@ -48,7 +46,7 @@ def cnn_small(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     return with_average_pool(layers), inputs
 
 
-def cnn_fol(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
+def cnn_fol(shape: Shape, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     """FOL's net for CIFAR-10 and SVHN: three unpadded 3x3 convolutions, two max-pools, flatten (2048 features at
     32x32).
 
@@ -56,8 +54,8 @@ def cnn_fol(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     32x32 gives.
     """
     layers = nn.Sequential()
-    inputs = spec.channels
-    height, width = spec.size
+    inputs = shape.channels
+    height, width = shape.size
     for i in (1, 2, 3):
         layers.add_module(f"conv{i}", nn.Conv2d(inputs, w[f"conv{i}"], 3))
         layers.add_module(f"relu{i}", nn.ReLU())
@@ -69,11 +67,11 @@ def cnn_fol(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     return layers, inputs * height * width
 
 
-def vgg_wildfire(spec: ModelSpec, w: Mapping[str, int]) -> tuple[nn.Module, int]:
+def vgg_wildfire(shape: Shape, w: Mapping[str, int]) -> tuple[nn.Module, int]:
     """FOL's net for Wildfire (Table 9): four times (3x3 convolution, batch norm, ReLU, max-pool), global average
     pool."""
     layers = nn.Sequential()
-    inputs = spec.channels
+    inputs = shape.channels
     for i in (1, 2, 3, 4):
         outputs = w[f"conv{i}"]
         layers.add_module(f"conv{i}", nn.Conv2d(inputs, outputs, 3, padding=1))

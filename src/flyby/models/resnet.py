@@ -7,13 +7,11 @@ of that stage, because what is added together must be equally wide; ``layerS.B.c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from flyby.models.spec import ModelSpec
+from flyby.models.shape import Shape
 
 STAGE_WIDTHS = {"layer1": 64, "layer2": 128, "layer3": 256, "layer4": 512}
 BLOCKS_18 = (2, 2, 2, 2)
@@ -35,14 +33,16 @@ def stage_key(stage: str) -> str:
 
 
 class Shortcut(nn.Conv2d):
-    """The 1x1 convolution of stride s on a shortcut, on a CPU as every s-th pixel convolved with stride 1: the same sums. oneDNN
-    corrupts the heap in the backward pass of the strided form where a CPU has AVX2 alone and the input fewer than 8 channels."""
+    """The 1x1 convolution of stride s on a shortcut. On a CPU a narrow one takes every s-th pixel first and then stride
+    1, the same mathematics: with AVX2 alone, oneDNN corrupts the heap in the backward pass of the strided form."""
+
+    NARROW = 8  # fewer input channels than this; wider ones keep the strided form, whose sums round in another order
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.device.type != "cpu":
+        if input.device.type != "cpu" or input.shape[1] >= self.NARROW:
             return super().forward(input)
         every = input[:, :, :: self.stride[0], :: self.stride[1]]
-        return F.conv2d(every, self.weight, self.bias, 1, self.padding, self.dilation, self.groups)
+        return F.conv2d(every, self.weight, self.bias, (1, 1), self.padding, self.dilation, self.groups)
 
 
 class BasicBlock(nn.Module):
@@ -70,13 +70,13 @@ class ResNet(nn.Module):
     """The backbone: stem, four stages, global average pool. The CIFAR stem is one 3x3 convolution of stride 1, without
     a max-pool."""
 
-    def __init__(self, spec: ModelSpec, w: Mapping[str, int], blocks: tuple[int, ...]) -> None:
+    def __init__(self, shape: Shape, w: Mapping[str, int], blocks: tuple[int, ...]) -> None:
         super().__init__()
-        if spec.stem == "imagenet":
-            self.conv1 = nn.Conv2d(spec.channels, w["stem"], 7, 2, padding=3, bias=False)
+        if shape.stem == "imagenet":
+            self.conv1 = nn.Conv2d(shape.channels, w["stem"], 7, 2, padding=3, bias=False)
             self.maxpool: nn.Module = nn.MaxPool2d(3, 2, padding=1)
         else:
-            self.conv1 = nn.Conv2d(spec.channels, w["stem"], 3, padding=1, bias=False)
+            self.conv1 = nn.Conv2d(shape.channels, w["stem"], 3, padding=1, bias=False)
             self.maxpool = nn.Identity()
         self.bn1 = nn.BatchNorm2d(w["stem"])
         self.relu = nn.ReLU(inplace=True)
@@ -101,6 +101,6 @@ class ResNet(nn.Module):
         return self.avgpool(x).flatten(1)  # type: ignore[no-any-return]
 
 
-def resnet(blocks: tuple[int, ...]) -> Callable[[ModelSpec, Mapping[str, int]], tuple[nn.Module, int]]:
+def resnet(blocks: tuple[int, ...]) -> Callable[[Shape, Mapping[str, int]], tuple[nn.Module, int]]:
     """The builder of a ResNet with this many blocks a stage."""
-    return lambda spec, w: (ResNet(spec, w, blocks), w["layer4"])
+    return lambda shape, w: (ResNet(shape, w, blocks), w["layer4"])

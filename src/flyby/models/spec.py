@@ -1,5 +1,5 @@
-"""The noun ``ModelSpec``: an architecture's name and its arguments, enough to rebuild the network. Code never
-travels."""
+"""The noun ``ModelSpec``: an architecture's name and its arguments, enough to rebuild the network (code never travels);
+and the ``Network`` it describes, a backbone and a head."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
-    field_validator,
     model_validator,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from flyby import rng
 from flyby.errors import BadInput, unknown
-from flyby.models.heads import HEADS
-from flyby.models.networks import ARCHITECTURES, Network
+from flyby.models.heads import HEADS, Head, uniform_fan_in
+from flyby.models.networks import ARCHITECTURES
 
 MAX_WIDTH = 65_536
 DEFAULT_MEAN, DEFAULT_STD = 0.5, 0.25
@@ -67,20 +66,6 @@ class ModelSpec(BaseModel):
     mean: Annotated[tuple[Annotated[float, Field(ge=-100, le=100)], ...], FromList] = ()
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=100)], ...], FromList] = ()
 
-    @field_validator("name")
-    @classmethod
-    def _known_name(cls, name: str) -> str:
-        if name not in ARCHITECTURES:
-            raise unknown("model", name, ARCHITECTURES)
-        return name
-
-    @field_validator("head")
-    @classmethod
-    def _known_head(cls, head: str) -> str:
-        if head not in HEADS:
-            raise unknown("head", head, HEADS)
-        return head
-
     @model_validator(mode="wrap")
     @classmethod
     def _one_sentence(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -97,7 +82,7 @@ class ModelSpec(BaseModel):
             raise BadInput(f"the model spec's {where} is {reprlib.repr(first['input'])}: {first['msg']}") from None
 
     def _checked(self) -> Self:
-        architecture = ARCHITECTURES[self.name]
+        architecture, head = ARCHITECTURES[self.name], HEADS[self.head]
         for key in self.widths:
             if key not in architecture.widths:
                 raise unknown(f"width of {self.name}", key, architecture.widths)
@@ -119,7 +104,7 @@ class ModelSpec(BaseModel):
                     f"the model spec's {key} has {len(values)} numbers for {self.channels} channels; give one for each,"
                     " or none"
                 )
-        if self.logit_scale and not HEADS[self.head].takes_scale:
+        if self.logit_scale and not head.takes_scale:
             raise BadInput(
                 f"logit_scale has no meaning for the {self.head} head; choose head 'prototype' or leave it out"
             )
@@ -186,6 +171,50 @@ class ModelSpec(BaseModel):
         mean, std = self.statistics(images.device)
         # Normalised as [N, H, W, C] and only then permuted, so that even one channel keeps channels-last strides.
         return images.contiguous().float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
+
+
+class Network(nn.Module):
+    """``head(backbone(x))``: prepared images ``[B, C, H, W]`` to features ``[B, d]`` to logits. Made by
+    :meth:`ModelSpec.build`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.backbone, self.feature_dim = ARCHITECTURES[spec.name].build(spec, spec.layer_widths())
+        self.projector = nn.Sequential()
+        for width in spec.projector:
+            if len(self.projector):
+                self.projector.append(nn.ReLU())
+            self.projector.append(nn.Linear(self.feature_dim, width))
+            self.feature_dim = width
+        self.head = HEADS[spec.head](self.feature_dim, spec.classes, spec.logit_scale)
+        self.identity = ""  # the digest of the parcel whose weights these are, until they are trained on
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.identity = ""
+        return super().train(mode)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.projector(self.backbone(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))  # type: ignore[no-any-return]
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Set every parameter and buffer, in module order, from this generator alone."""
+        fan_out = ARCHITECTURES[self.spec.name].fan_out
+        for module in self.modules():
+            if isinstance(module, Head):
+                module.initialise(generator)
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+            elif isinstance(module, nn.Conv2d) and fan_out and module.bias is None:
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)
+            elif isinstance(module, nn.Conv2d | nn.Linear):
+                uniform_fan_in(module, generator)
+            elif module._parameters or module._buffers:
+                raise NotImplementedError(f"no initialisation for the tensors of {type(module).__name__}")
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,8 +8,11 @@ from flyby.objectives.cvae import Cvae
 from flyby.objectives.etf import BalancedEtf
 from flyby.objectives.salt import Salt
 from flyby.objectives.supervised import Supervised
+from flyby.registry import Registry
 
-OBJECTIVES: dict[str, type[Objective]] = {o.name: o for o in (Supervised, Salt, Aurora, BalancedEtf, Cvae)}
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective", {o.name: o for o in (Supervised, Salt, Aurora, BalancedEtf, Cvae)}, group="flyby.objectives"
+)
 
 __all__ = [
     "OBJECTIVES",

@@ -8,6 +8,7 @@ mean; ``align_reduction: sum`` is the paper's sum over dimensions). FAFI, FAFI+A
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -119,6 +120,11 @@ class Aurora(Salt):
 
     def epoch_state(self, model: Network) -> dict[str, Tensor]:
         return self.weighting.state() | super().epoch_state(model)
+
+    def cure(self, bad: Sequence[str]) -> str:
+        if any(name == "lambda" or name.startswith(("lambda_", "l_")) for name in bad):
+            return "Set objective.lambda_cap=50, or another objective.weighting"
+        return super().cure(bad)
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super().extras(model, site, seed)

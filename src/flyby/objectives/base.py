@@ -6,6 +6,7 @@ if it has any, are trained with the network's. ``train_site`` knows nothing more
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,6 +60,9 @@ class Objective(nn.Module):
     head: ClassVar[str] = "linear"
     settings_type: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
     batch: ClassVar[int] = 64
+    per_sample: ClassVar[bool] = (
+        False  # whether the loss is a mean over images, each alone: what private training needs
+    )
     training: bool
 
     def __init__(self, settings: ObjectiveSettings) -> None:
@@ -106,6 +110,10 @@ class Objective(nn.Module):
     def epoch_state(self, model: Network) -> dict[str, Tensor]:
         """Scalars worth a line in metrics.jsonl at the end of an epoch (lambda, prototype norms)."""
         return {}
+
+    def cure(self, bad: Sequence[str]) -> str:
+        """What to try after a training in which the numbers named ``bad`` left the finite ones: one sentence."""
+        return "Lower train.lr, or set train.clip=1"
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What the parcel carries beside the weights: (tensors, small named facts). Statistics are stored as

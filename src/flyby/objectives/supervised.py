@@ -25,6 +25,7 @@ class Supervised(Objective):
     settings_type: ClassVar[type[ObjectiveSettings]] = SupervisedSettings
     settings: SupervisedSettings
     batch: ClassVar[int] = 64
+    per_sample = True
 
     @classmethod
     def views(cls, size: tuple[int, int], mirror: bool) -> ViewSettings:

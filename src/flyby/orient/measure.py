@@ -1,9 +1,11 @@
-"""What a network costs: parameters, floating-point operations of one image, and the time it takes."""
+"""What a network costs (floating-point operations of one image, and the time it takes), and what nodes reach together
+in every class."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,3 +52,12 @@ def latency_ms(network: Network, images: Tensor, repeats: int = 5) -> float:
             torch.cuda.synchronize(x.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]) * 1000
+
+
+def per_class(facts: Mapping[str, Mapping[str, Any]], class_names: Sequence[str]) -> dict[str, float | None]:
+    """Accuracy by class over the own test images of all evaluated nodes together: a node's ``right`` among its
+    ``seen``."""
+    right, seen = (
+        [sum(column) for column in zip(*(f[key] for f in facts.values()), strict=True)] for key in ("right", "seen")
+    )
+    return {name: r / n if n else None for name, r, n in zip(class_names, right, seen, strict=True)}

@@ -1,4 +1,5 @@
-"""Federated Oriented Learning [Huang and Shu, ICML 2025] as a list of stages; a variant is a list with some left out.
+"""Federated Oriented Learning [Huang and Shu, ICML 2025] as a list of stages; a variant
+(``settings.VARIANTS``) is a list with some left out, or with a new one.
 
 Stage by stage, for one node in one round: admit what was received, screen it, fine-tune, prune, post-tune, cut, score
 on validation data, select the top K, weigh them into a teacher, distil the teacher into the node's own architecture.
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flyby.orient.adapt as adapt
+import flyby.orient.bounds as bounds
 from flyby.data.site import Site
-from flyby.errors import BadInput, unknown
-from flyby.fusion.base import Inbox
+from flyby.errors import BadInput
 from flyby.fusion.ensembles.experts import ExpertsPredictor, expert_votes
 from flyby.fusion.predictor import Ensemble, Predictor, Single
 from flyby.fusion.weights.average import AverageSettings, FedAvg
-from flyby.orient import adapt, bounds
 from flyby.orient.admit import Check, admit, part_logits, screen
 from flyby.orient.candidate import Candidate
 from flyby.orient.collect import retain
@@ -30,11 +31,13 @@ from flyby.orient.ensemble import combine, fit_weights
 from flyby.orient.layers import cosine
 from flyby.orient.prune import channel_groups
 from flyby.orient.select import top_k
-from flyby.orient.settings import OrientSettings
+from flyby.orient.settings import VARIANTS, OrientSettings
 from flyby.orient.stack import Stack
 from flyby.orient.tuning import tune
 from flyby.parcels import parcel
+from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
+from flyby.registry import Registry
 
 SELF = "self"
 
@@ -226,24 +229,18 @@ def average_stage(work: Work) -> None:
     work.student, work.teacher, work.peers = mean, mean, []
 
 
-MEET: tuple[Stage, ...] = (admit_stage, screen_stage, company_stage)
-ADAPT: tuple[Stage, ...] = (finetune_stage, prune_stage, posttune_stage, shrink_stage)
-MERGE: tuple[Stage, ...] = (score_stage, early_exit_stage, select_stage, weigh_stage, distill_stage)
-VARIANTS: dict[str, tuple[Stage, ...]] = {
-    "fol": (*MEET, *ADAPT, *MERGE),
-    "fol-a": (*MEET, *ADAPT, *MERGE),
-    "fol-n": (*MEET, *MERGE),
-    "fol-an": (*MEET, *MERGE),
-    "gossip": (admit_stage, company_stage, average_stage),
-    "local": (),
-}
-TEACHERS = frozenset({"fol-a", "fol-an"})  # these answer with the teacher
-
-
-def stages_of(variant: str) -> tuple[Stage, ...]:
-    if variant not in VARIANTS:
-        raise unknown("variant of FOL", variant, VARIANTS)
-    return VARIANTS[variant]
+STAGES: Registry[Stage] = Registry(
+    "stage",
+    {
+        stage.__name__.removesuffix("_stage"): stage
+        for stage in (
+            *(admit_stage, screen_stage, company_stage),
+            *(finetune_stage, prune_stage, posttune_stage, shrink_stage),
+            *(score_stage, early_exit_stage, select_stage, weigh_stage, distill_stage, average_stage),
+        )
+    },
+    group="flyby.stages",
+)
 
 
 def orient(
@@ -264,9 +261,9 @@ def orient(
     the log; a node without a usable one keeps its own model.
     """
     settings = settings or OrientSettings()
-    stages, device = stages_of(variant), torch.device(device)
+    stages, device = {name: STAGES[name] for name in VARIANTS[variant].stages}, torch.device(device)
     check_site(own, site, variant)
-    if prune_stage in stages:
+    if "prune" in stages:
         channel_groups(
             own.manifest.spec.replace(head="linear")
         )  # says now, not after an hour, if torch-pruning is missing
@@ -283,10 +280,10 @@ def orient(
         check,
     )
     seconds: dict[str, float] = {}
-    for stage in stages:
+    for name, stage in stages.items():
         started = time.perf_counter()
         stage(work)
-        seconds[stage.__name__.removesuffix("_stage")] = round(time.perf_counter() - started, 4)
+        seconds[name] = round(time.perf_counter() - started, 4)
         if work.done:
             break
     work.facts["seconds"] = seconds
@@ -300,7 +297,7 @@ def check_site(own: Parcel, site: Site, variant: str) -> None:
             f"the own model of {own.manifest.sender} is for other classes or other images than {site.id}'s data; train"
             " it on this data"
         )
-    if variant not in ("local", "gossip") and len(site.val) == 0:
+    if VARIANTS[variant].chooses and len(site.val) == 0:
         raise BadInput(
             f"{variant} chooses by validation accuracy, and {site.id} has no validation images; hold some out with"
             " split.val=0.15"
@@ -333,10 +330,9 @@ def _personal(work: Work, variant: str, number: int) -> Personal:
             provenance={"oriented from": own.digest, "round": number},
         )
     rows = [_row(candidate, work) for candidate in [*work.peers, work.own]]
-    kept = [] if variant in ("local", "gossip") else retain(work.peers, work.settings.buffer, work.settings.top)
-    return Personal(
-        teacher if variant in TEACHERS else student, student, teacher, own, kept, rows, work.facts, work.log
-    )
+    kept = retain(work.peers, work.settings.buffer, work.settings.top)
+    answer = teacher if VARIANTS[variant].teacher else student
+    return Personal(answer, student, teacher, own, kept, rows, work.facts, work.log)
 
 
 def _row(candidate: Candidate, work: Work) -> dict[str, Any]:

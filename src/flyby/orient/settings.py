@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flyby.data.views import ViewSettings
+from flyby.registry import Registry
 
 Backend = Literal["auto", "vmap", "matmul", "loop"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to personalise: names of stages, in order. ``teacher``: it answers with the ensemble, and not with the
+    student distilled from it."""
+
+    about: str
+    stages: tuple[str, ...]
+    teacher: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it compares models, for which a node must have validation images."""
+        return "score" in self.stages
+
+
+MEET = ("admit", "screen", "company")
+ADAPT = ("finetune", "prune", "posttune", "shrink")
+MERGE = ("score", "early_exit", "select", "weigh", "distill")
+VARIANTS: Registry[Variant] = Registry(
+    "variant of FOL",
+    {
+        "fol": Variant(
+            "no server: neighbours' models adapted, selected and distilled into the own one", (*MEET, *ADAPT, *MERGE)
+        ),
+        "fol-a": Variant("FOL, answering with the ensemble it distils", (*MEET, *ADAPT, *MERGE), teacher=True),
+        "fol-n": Variant("FOL without adapting the neighbours' models", (*MEET, *MERGE)),
+        "fol-an": Variant("FOL-A without adapting the neighbours' models", (*MEET, *MERGE), teacher=True),
+        "gossip": Variant("no server: each node averages its model with those it met", ("admit", "company", "average")),
+    },
+    group="flyby.variants",
+)
 
 
 class OrientSettings(BaseModel):

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from flyby import files
 from flyby.errors import BadInput
-from flyby.models.networks import Network
-from flyby.models.spec import ModelSpec, Shapes
+from flyby.models.spec import ModelSpec, Network, Shapes
 from flyby.parcels import container
-from flyby.parcels.codecs import DTYPE_NAMES, MAX_DIMENSIONS, MAX_EXTENT, Entry, codec, parse_json
+from flyby.parcels.codecs import DTYPE_NAMES, DTYPES, MAX_DIMENSIONS, MAX_EXTENT, Entry, codec, parse_json
 from flyby.parcels.container import (
     MAGIC,
     MAX_BYTES,
@@ -50,6 +49,7 @@ __all__ = [
     "to_bytes",
     "from_bytes",
     "read_manifest",
+    "decoded_bytes",
     "EXTRA",
     "MAGIC",
     "MAX_BYTES",
@@ -164,6 +164,7 @@ class Parcel:
         """The sender's network, rebuilt from the spec (code never travels), in eval mode."""
         network = self.manifest.spec.skeleton()
         network.load_state_dict({name: value.clone() for name, value in self.weights.items()}, strict=True, assign=True)
+        network.identity = self.digest
         return network.to(device).eval()
 
 
@@ -249,6 +250,13 @@ def read_manifest(path: Path | str) -> Manifest:
         return _read_head(file, size, str(path))[0]
 
 
+def decoded_bytes(manifest: Manifest) -> int:
+    """The memory that a parcel takes when it is read: its weights, as a codec gives them back, and its extras."""
+    extras = [info for name, info in manifest.tensors.items() if name.startswith(EXTRA)]
+    weights = _weight_bytes(_shapes(f"parcel of {manifest.sender!r}", manifest.spec))
+    return weights + sum(math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in extras)
+
+
 # Writing
 
 
@@ -312,9 +320,7 @@ def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Par
     manifest, signature, entries = _read_head(file, size, label, max_bytes)
     shapes = _shapes(label, manifest.spec)
     _check_stored(label, manifest, shapes)
-    decoded = sum(
-        math.prod(shape) * (4 if dtype.is_floating_point else dtype.itemsize) for shape, dtype in shapes.values()
-    )
+    decoded = _weight_bytes(shapes)
     if decoded > max_bytes:
         raise TooLarge(
             f"{label} decodes to {decoded} bytes, more than the {max_bytes} allowed; raise max_bytes if you trust its"
@@ -380,6 +386,12 @@ def _shapes(label: str, spec: ModelSpec) -> Shapes:
         return {name: (tuple(shape), dtype) for name, (shape, dtype) in spec.shapes().items()}
     except Exception as error:  # whatever a hostile spec does to the builder, it is the parcel's fault
         raise WrongShape(f"{label}: no network can be built from its spec ({error})") from None
+
+
+def _weight_bytes(shapes: Shapes) -> int:
+    return sum(
+        math.prod(shape) * (4 if dtype.is_floating_point else dtype.itemsize) for shape, dtype in shapes.values()
+    )
 
 
 def _check_stored(label: str, manifest: Manifest, shapes: Shapes) -> None:

@@ -1,4 +1,4 @@
-"""The report's furniture: what a run's files say, and how text, numbers, tables and figures look on the page.
+"""The report's furniture: how text, numbers, tables and figures look on the page.
 
 Whatever a file says is shown as text, never as markup: :func:`text` escapes it, and every cell of a :func:`table` goes
 through that.
@@ -6,118 +6,14 @@ through that.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
-from typing import Any
 
-from flyby.errors import BadInput
-from flyby.files import read_json
-from flyby.report.figures import clean
+from flyby.drawing import clean
 
 NONE = "–"
-
-
-@dataclass(frozen=True)
-class RunData:
-    """What the report knows of one run: its name (the folder's) and the contents of its files, empty where a file is
-    absent."""
-
-    name: str
-    result: dict[str, Any]
-    config: dict[str, Any] = field(default_factory=dict)
-    split: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    ledger: dict[str, Any] = field(default_factory=dict)
-    extra: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, folder: Path) -> RunData:
-        kinds: dict[str, type] = {"config": dict, "split": dict, "ledger": dict, "extra": list}
-        files = {
-            name: read_as(folder / f"{name}.json", kind)
-            for name, kind in kinds.items()
-            if (folder / f"{name}.json").exists()
-        }
-        return cls(
-            folder.resolve().name,
-            read_as(folder / "result.json", dict),
-            metrics=read_rows(folder / "metrics.jsonl"),
-            **files,
-        )
-
-    @property
-    def split_hash(self) -> str:
-        return clean(self.result.get("split_hash") or self.split.get("hash") or "")
-
-    @property
-    def accuracy(self) -> float | None:
-        return number(self.result.get("accuracy"))
-
-    @property
-    def seconds(self) -> float | None:
-        seconds = self.result.get("seconds")
-        return number(seconds.get("total") if isinstance(seconds, dict) else seconds)
-
-    def scores(self, key: str) -> dict[str, float | None]:
-        """One of the result's name-to-accuracy tables, in natural order."""
-        table = self.result.get(key)
-        return {name: number(table[name]) for name in sorted(table, key=natural)} if isinstance(table, dict) else {}
-
-    def counts(self) -> dict[str, list[int]]:
-        counts = self.split.get("counts") or {}
-        return {site: [int(n) for n in counts[site]] for site in sorted(counts, key=natural)}
-
-    def class_names(self) -> list[str]:
-        width = max((len(row) for row in self.counts().values()), default=0)
-        names = [str(name) for name in self.split.get("class_names") or []]
-        return names + [str(index) for index in range(len(names), width)]
-
-    def per_class(self) -> dict[str, float | None]:
-        """Accuracy by class name; a result may key its classes by name or by index."""
-        scores, names = self.scores("per_class"), self.class_names()
-        if all(key in names for key in scores):
-            return {name: scores[name] for name in names if name in scores}
-        return {
-            names[int(key)] if key.isdigit() and int(key) < len(names) else key: value for key, value in scores.items()
-        }
-
-
-# ---------------------------------------------------------------- readers
-
-
-def read_as(path: Path, kind: type) -> Any:
-    value = read_json(path)
-    if not isinstance(value, kind):
-        raise BadInput(
-            f"{path} does not hold a JSON {'object' if kind is dict else 'list'}; run `flyby run` again to write it"
-            " anew"
-        )
-    return value
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file; a last line cut short (an interrupted run) is passed over, any other damage is an
-    error."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    rows = []
-    for i, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except ValueError:
-            if i == len(lines):
-                break
-            raise BadInput(f"{path} line {i} is not JSON; mend or remove that line") from None
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
-# ---------------------------------------------------------------- markup and formats
 
 
 class Best(str):
@@ -262,16 +158,18 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 GLOSSARY = """<section id="s-glossary"><details><summary>Words used here</summary><dl>
-<dt>Accuracy</dt><dd>The share of the global test images classified correctly, after the last epoch. Test images choose nothing: no epoch,
-no setting.</dd>
-<dt>Own-test accuracy</dt><dd>The same, on one site’s own test data; where a site keeps none, on the global test images weighted to that
-site’s mix of classes.</dd>
-<dt>Alone</dt><dd>The model a site trained by itself, before anything was shared, on the global test set: what it would have had without the
-others.</dd>
-<dt>Split</dt><dd>Who holds which samples. Runs with equal split hashes had the same data in the same hands. The smaller α is, the more the
-sites’ classes differ.</dd>
-<dt>Parcel</dt><dd>The one file a site sends: its model, what its method adds (class counts, prototypes …) and where it came from.</dd>
-<dt>One crossing</dt><dd>One parcel going from one sender to one receiver. In one-shot learning each pair crosses once.</dd>
+<dt>Accuracy</dt><dd>The share of the global test images classified correctly, after the last epoch. Test images
+choose nothing: no epoch, no setting.</dd>
+<dt>Own-test accuracy</dt><dd>The same, on one site’s own test data; where a site keeps none, on the global test
+images weighted to that site’s mix of classes.</dd>
+<dt>Alone</dt><dd>The model a site trained by itself, before anything was shared, on the global test set: what it
+would have had without the others.</dd>
+<dt>Split</dt><dd>Who holds which samples. Runs with equal split hashes had the same data in the same hands. The
+smaller α is, the more the sites’ classes differ.</dd>
+<dt>Parcel</dt><dd>The one file a site sends: its model, what its method adds (class counts, prototypes …) and where
+it came from.</dd>
+<dt>One crossing</dt><dd>One parcel going from one sender to one receiver. In one-shot learning each pair crosses
+once.</dd>
 <dt>Fusion rule</dt><dd>How the server makes one predictor of the parcels that arrived.</dd>
 </dl></details></section>
 """
@@ -289,12 +187,15 @@ section{margin-top:60px}
 .brand{color:var(--accent);font-weight:600;font-size:.85rem;margin:0 0 .3em}
 .lead{font-size:1.1rem;max-width:46em;margin:0 0 1.2em}
 .number{display:flex;flex-wrap:wrap;align-items:baseline;gap:.2em .9em;margin:0 0 1.2em}
-.number>strong{font-size:3.2rem;line-height:1;font-weight:650;color:var(--accent);white-space:nowrap;font-variant-numeric:tabular-nums}
+.number>strong{font-size:3.2rem;line-height:1;font-weight:650;color:var(--accent);white-space:nowrap;
+font-variant-numeric:tabular-nums}
 .number>span{flex:1 1 16em;color:var(--muted)}
-.facts{list-style:none;padding:0;margin:0;display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:14px 28px}
+.facts{list-style:none;padding:0;margin:0;display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));
+gap:14px 28px}
 .facts li{border-top:2px solid var(--rule);padding-top:10px;color:var(--muted);font-size:.9rem;line-height:1.45}
 .facts b{display:block;color:var(--ink);font-size:1.15rem;font-variant-numeric:tabular-nums}
-nav{margin-top:34px;padding:10px 0;border:solid var(--rule);border-width:1px 0;font-size:.9rem;display:flex;flex-wrap:wrap;gap:2px 22px}
+nav{margin-top:34px;padding:10px 0;border:solid var(--rule);border-width:1px 0;font-size:.9rem;display:flex;
+flex-wrap:wrap;gap:2px 22px}
 a{color:var(--accent);text-decoration:none}
 a:hover{text-decoration:underline}
 .scroll{overflow-x:auto}
@@ -303,7 +204,8 @@ a:hover{text-decoration:underline}
 table{border-collapse:collapse;min-width:60%;font-size:.93rem;font-variant-numeric:tabular-nums}
 th,td{padding:8px 20px 8px 0;text-align:left;white-space:nowrap;border-bottom:1px solid var(--rule);font-weight:400}
 th:last-child,td:last-child{padding-right:4px}
-thead th{color:var(--muted);font-size:.83rem;line-height:1.35;vertical-align:bottom;white-space:normal;border-bottom-color:#c9ced5}
+thead th{color:var(--muted);font-size:.83rem;line-height:1.35;vertical-align:bottom;white-space:normal;
+border-bottom-color:#c9ced5}
 tfoot th,tfoot td{color:var(--muted);border-bottom:0;padding-top:9px;padding-bottom:3px}
 .n{text-align:right}
 thead .n{padding-left:16px}
@@ -316,7 +218,8 @@ figure svg *{stroke-linejoin:round}
 figure svg text{font-family:var(--face)!important;font-variant-numeric:tabular-nums}
 figcaption,.note{color:var(--muted);font-size:.9rem;margin:10px 0 0}
 .warn{border-left:3px solid #D55E00;padding:2px 0 2px 12px;margin:14px 0 0}
-pre{background:#f6f7f9;border-radius:6px;padding:14px 16px;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.87rem;line-height:1.55}
+pre{background:#f6f7f9;border-radius:6px;padding:14px 16px;white-space:pre-wrap;overflow-wrap:anywhere;
+font-size:.87rem;line-height:1.55}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.95em}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:8px 24px;margin:18px 0;font-size:.95rem}
 dt{color:var(--muted)}

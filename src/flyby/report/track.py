@@ -8,7 +8,8 @@ from pathlib import Path
 
 from flyby.errors import BadInput
 from flyby.files import atomic_folder
-from flyby.report.page import number, read_rows
+from flyby.report.page import number
+from flyby.report.read import EVENTS, METRICS, read_rows
 
 
 def check_tracking() -> None:
@@ -26,8 +27,8 @@ def write_events(folder: Path) -> Path:
     from torch.utils.tensorboard import SummaryWriter
 
     writers: dict[str, SummaryWriter] = {}
-    with atomic_folder(folder / "tensorboard") as place:
-        for row in read_rows(folder / "metrics.jsonl"):
+    with atomic_folder(folder / EVENTS) as place:
+        for row in read_rows(folder / METRICS):
             site, epoch = str(row.get("site", "")), number(row.get("epoch"))
             if not site or epoch is None:
                 continue
@@ -38,4 +39,4 @@ def write_events(folder: Path) -> Path:
                     writers[site].add_scalar(name, scalar, int(epoch))
         for writer in writers.values():
             writer.close()
-    return folder / "tensorboard"
+    return folder / EVENTS

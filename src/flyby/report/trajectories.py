@@ -9,7 +9,7 @@ from typing import Any
 
 from flyby.report import figures, page
 from flyby.report.figures import Panel
-from flyby.report.page import RunData
+from flyby.report.read import RunData
 
 OPEN_RUNS = 6  # beyond so many, each run's own curves are folded away
 MANUAL = 18.0  # where FAFI with annealing by hand begins

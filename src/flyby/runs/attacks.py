@@ -3,11 +3,12 @@
 They act between training and fusing, as real ones would, and every forged parcel is a valid one: its hashes, shapes and
 extras fit.
 
-    random      the network drawn anew, every tensor as long as the honest one sign-flip   weights negated (not the
-    running variances: a negative one would give itself away) scaled      all weights and buffers times ``factor``
-    label-flip  really trained, on labels c -> C - 1 - c counts-lie  honest weights that claim to have seen every class,
-    a hundred times more of each than the site's largest class backdoor    really trained, with a patch in the corner of
-    a share of the images, which are called ``target``
+    random      the network drawn anew, every tensor as long as the honest one
+    sign-flip   weights negated (not the running variances: a negative one would give itself away)
+    scaled      all weights and buffers times ``factor``
+    label-flip  really trained, on labels c -> C - 1 - c
+    counts-lie  honest weights that claim to have seen every class, far more of each than the site's largest class
+    backdoor    really trained, with a patch in the corner of a share of the images, which are called ``target``
 
 ``boast`` adds the claims of ``counts-lie`` to any other kind. What a parcel carries beside the weights (calibration,
 class means, factors) is measured on the forged network and the site's own images, so that it fits; a boaster fills in
@@ -17,6 +18,7 @@ what it has no images of.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,19 +29,17 @@ from torch import Tensor
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, site_of
 from flyby.data.splits import Split
-from flyby.engines.engine import Job
-from flyby.engines.jobs import one_thread
+from flyby.engines.jobs import Job
 from flyby.errors import BadInput
-from flyby.files import digest, file_digest
+from flyby.files import digest
 from flyby.fusion.evaluation import scores_of
 from flyby.fusion.predictor import Predictor
+from flyby.machine import as_a_site
 from flyby.models import Network
 from flyby.objectives import Objective
 from flyby.parcels import parcel
-from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
-from flyby.runs.methods import objective_named
 from flyby.training.loop import train_site
 
 Kind = Literal["none", "random", "sign-flip", "scaled", "label-flip", "counts-lie", "backdoor"]
@@ -102,10 +102,9 @@ def assault(
 def forge(settings: AttackSettings, job: Job, honest: Parcel, site: Site, folder: Path | None = None) -> Parcel:
     """One malicious parcel in the place of an honest one; ``folder`` holds the checkpoint of one that has to be
     trained."""
-    seed, kind = job.recipe.seed, objective_named(job.recipe.objective)
-    objective = kind(kind.settings_type(**job.recipe.objective_settings))
+    seed, objective = job.recipe.seed, job.recipe.make_objective()
     if settings.kind in TRAINED:
-        made = retrained(job, objective, poisoned(site, settings, seed), folder)
+        made = retrained(job, poisoned(site, settings, seed), folder)
     elif settings.kind == "counts-lie":
         made = honest
     else:
@@ -199,7 +198,7 @@ def poisoned(site: Site, settings: AttackSettings, seed: int) -> Site:
 
 
 def _with_train(site: Site, train: Part) -> Site:
-    return Site(site.id, train, site.val, site.test, site.class_names, site.mirror)
+    return replace(site, train=train)
 
 
 def stamp(images: Tensor) -> Tensor:
@@ -210,29 +209,10 @@ def stamp(images: Tensor) -> Tensor:
     return stamped
 
 
-def retrained(job: Job, objective: Objective, site: Site, folder: Path | None) -> Parcel:
+def retrained(job: Job, site: Site, folder: Path | None) -> Parcel:
     """What a site with these images would honestly send."""
-    recipe = job.recipe
-    threads = torch.get_num_threads()
-    if job.device == "cpu":
-        one_thread()
-    try:
-        return train_site(
-            site,
-            recipe.spec,
-            objective,
-            recipe.train,
-            recipe.views,
-            recipe.seed,
-            codec=recipe.codec,
-            counts=recipe.counts,
-            epsilon=recipe.epsilon,
-            device=job.device,
-            folder=folder,
-            provenance={"key": job.key},
-        ).parcel
-    finally:
-        torch.set_num_threads(threads)
+    with as_a_site(job.device):
+        return train_site(site, job.recipe, device=job.device, folder=folder).parcel
 
 
 def success(predictor: Predictor, part: Part, settings: AttackSettings, device: str = "cpu") -> float | None:
@@ -242,31 +222,6 @@ def success(predictor: Predictor, part: Part, settings: AttackSettings, device: 
         return None
     scores = scores_of(predictor, stamp(part.images[others]), device)
     return float((scores.argmax(1) == settings.target).double().mean())
-
-
-def entrance(
-    receiver: str, admission: str, paths: Sequence[Path], liars: Sequence[str], clean: Part | None, device: str
-) -> tuple[list[Path], Ledger, dict[str, Any]]:
-    """What a server takes in: the parcels, the ledger of their crossings, and whom its gate refused, where it has one."""
-    facts: dict[str, Any] = {"malicious": list(liars)} if liars or admission != "none" else {}
-    if admission == "none":
-        ledger = Ledger()
-        for path in paths:
-            ledger.record(parcel.read_manifest(path).sender, receiver, path.stat().st_size, file_digest(path))
-        return list(paths), ledger, facts
-    from flyby.parcels.gate import Gate
-
-    gate = Gate(None, receiver=receiver)
-    for path in paths:
-        gate.try_check(path)
-    let_in = [Path(str(one.source)) for one in gate.settle(validation=clean, device=device)]
-    if not let_in:
-        raise BadInput(f"the gate refused all {len(paths)} parcels; the first: {gate.refused[0].reason}")
-    return (
-        let_in,
-        gate.ledger,
-        facts | {"refused": [{**one.row(), "malicious": one.sender in liars} for one in gate.refused]},
-    )
 
 
 def met(facts: Mapping[str, Any], senders: Mapping[str, Sequence[str]], liars: Collection[str]) -> dict[str, Any]:

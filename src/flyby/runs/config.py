@@ -3,25 +3,27 @@ in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from flyby.data.dataset import DataBundle
+from flyby.data.settings import DataSettings
 from flyby.data.splits import SplitSettings
-from flyby.engines.engine import DataSettings, Recipe
+from flyby.data.views import ViewSettings
 from flyby.errors import BadInput, unknown
-from flyby.fusion import Fusion
+from flyby.fusion import FUSIONS, Fusion
 from flyby.models import ModelSpec
+from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
 from flyby.orient.settings import FleetSettings
+from flyby.parcels.codecs import CODECS
 from flyby.runs.attacks import AttackSettings
-from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
+from flyby.runs.methods import METHODS, Method, check_pair
 from flyby.settings import build, parse_assignment
-from flyby.training.loop import Counts, TrainSettings
-from flyby.training.privacy import check_privacy
+from flyby.training.recipe import Recipe
+from flyby.training.settings import Counts, TrainSettings
 
 
 class ModelSettings(BaseModel):
@@ -84,36 +86,25 @@ def make_config(
     *,
     fusion: str | None = None,
     seed: int = 0,
-    data: dict[str, Any] | None = None,
-    split: dict[str, Any] | None = None,
     model: str | None = None,
     epochs: int | None = None,
-    orient: dict[str, Any] | None = None,
     assignments: Iterable[str] = (),
+    **sections: Mapping[str, Any] | None,
 ) -> RunConfig:
-    """A RunConfig from command-line words; ``--set`` wins over the named options."""
-    recipe = method_named(method)
-    objective = objective_named(recipe.objective)
+    """A RunConfig from command-line words; ``--set`` wins over the named options. ``sections`` are ``data``, ``split``
+    and ``orient``; what is None in them was not asked for."""
+    recipe = METHODS[method]
     rule = fusion or recipe.fusion
-    from flyby.data.views import ViewSettings
-
-    fields = {name: set(kind.model_fields) for name, kind in SECTIONS.items()}
-    fields |= {
-        "train": set(TrainSettings.model_fields),
-        "views": set(ViewSettings.model_fields),
-        "objective": set(objective.settings_type.model_fields),
-    }
-    fields["fusion"] = set(fusion_named(rule).settings_type.model_fields) if rule else set()
-    fields["orient"] = set(FleetSettings.model_fields) if recipe.orient else set()
-    values: dict[str, dict[str, Any]] = {name: {} for name in fields}
-    if recipe.orient:
-        values["orient"] |= {k: v for k, v in (orient or {}).items() if v is not None}
-    values["data"] |= {k: v for k, v in (data or {}).items() if v is not None}
-    values["split"] |= {k: v for k, v in (split or {}).items() if v is not None}
-    if model is not None:
-        values["model"]["name"] = model
-    if epochs is not None:
-        values["train"]["epochs"] = epochs
+    kinds: dict[str, type[BaseModel] | None] = {**SECTIONS, "train": TrainSettings, "views": ViewSettings}
+    kinds["objective"] = OBJECTIVES[recipe.objective].settings_type
+    kinds["fusion"] = FUSIONS[rule].settings_type if rule else None
+    kinds["orient"] = FleetSettings if recipe.orient else None
+    fields = {name: set(kind.model_fields) if kind else set() for name, kind in kinds.items()}
+    asked = {**sections, "model": {"name": model}, "train": {"epochs": epochs}}
+    values: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+    for section, words in asked.items():
+        if kinds[section] is not None:
+            values[section] |= {name: value for name, value in (words or {}).items() if value is not None}
     top: dict[str, Any] = {}
     for text in assignments:
         key, value = parse_assignment(text)
@@ -162,23 +153,10 @@ class Plan:
 def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     """Fill in every default from the method, the objective and the data; refuse what cannot work before anything is
     trained."""
-    from flyby.parcels.codecs import CODECS
-
-    method = method_named(config.method)
-    objective = objective_named(method.objective)
+    method = METHODS[config.method]
+    objective = OBJECTIVES[method.objective]
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
-    rule = config.fusion_name or method.fusion
-    fusion = None
-    if rule is not None:
-        kind = fusion_named(rule)
-        check_pair(objective, kind, settings)
-        if not kind.data_free and config.proxy is None:
-            raise BadInput(
-                f"{rule} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
-            )
-        fusion = kind(
-            build(kind.settings_type, {**method.fusion_settings.get(rule or "", {}), **config.fusion}, "fusion")
-        )
+    fusion = _rule(config, method, objective, settings)
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
     data = bundle.train
@@ -193,7 +171,7 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     recipe = Recipe(
         spec=objective.adapt_spec(spec, settings),
         objective=objective.name,
-        objective_settings=settings.model_dump(mode="json"),
+        objective_settings=settings,
         train=train,
         views=views,
         seed=config.seed,
@@ -202,16 +180,18 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
         epsilon=config.epsilon,
     )
     recipe.spec.skeleton()
-    check_privacy(recipe.spec, objective.name, settings, train, views, config.counts)
     return Plan(config, recipe, fusion)
 
 
-def pick_device(name: str = "auto") -> str:
-    """``cuda`` where there is one, else ``cpu``."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise BadInput("there is no CUDA device here; use --device cpu")
-    if not (name == "cpu" or name.startswith("cuda")):
-        raise unknown("device", name, ("auto", "cpu", "cuda"))
-    return name
+def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:
+    """The server's rule with its settings; None where there is no server."""
+    name = config.fusion_name or method.fusion
+    if name is None:
+        return None
+    kind = FUSIONS[name]
+    check_pair(objective, kind, settings)
+    if not kind.data_free and config.proxy is None:
+        raise BadInput(
+            f"{name} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
+        )
+    return kind(build(kind.settings_type, {**method.fusion_settings.get(name, {}), **config.fusion}, "fusion"))

@@ -1,7 +1,9 @@
-"""The registry of recipes: a method is an objective for the sites and a fusion for the server. The two axes are free."""
+"""The methods, by name: a method is an objective for the sites and a fusion for the server. The two axes are free."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -9,12 +11,16 @@ from typing import Any
 import torch
 
 from flyby.data.site import Part, Site
-from flyby.errors import BadInput, unknown
+from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Fusion
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
+from flyby.orient.settings import VARIANTS
+from flyby.registry import Registry
 from flyby.rng import generator
 from flyby.statistics.catalogue import STATISTICS
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,207 +39,100 @@ class Method:
     orient: str | None = None
 
 
+def _supervised(name: str, about: str, paper: str = "", send: str = "") -> Method:
+    """Plain training, with a statistic to send beside the weights if need be, and the server rule of the same name."""
+    return Method(name, "supervised", name, about, paper, {"send": [send]} if send else {})
+
+
+def _anchored(name: str, about: str, paper: str, **settings: str) -> Method:
+    """SALT with a shared anchor."""
+    return Method(name, "aurora", BEST, about, paper, settings, {"iffi": {"prototypes": "counts"}})
+
+
+AURORA = "AURORA"
+CVAE = "FedCVAE: Heinbaugh et al., ICLR 2023"
 FAFI = "FAFI: Zeng et al., ICML 2025"
+FEDETF = "FedETF: Li et al., ICCV 2023"
 FOL = "FOL: Huang and Shu, ICML 2025"
-COUNTED = {"iffi": {"prototypes": "counts"}}
+YIN = "Yin et al., ICML 2018"
 # The rule for prototype clients where the user names none; docs/experts.md shows what it earned this place with. FAFI
-# and AURORA are
-# published with `iffi`: all of them share one default here, so that a comparison of clients never compares server rules
-# by accident.
+# and AURORA are published with `iffi`: all of them share one default here, so that a comparison of clients never
+# compares server rules by accident.
 BEST = "experts-calibrated"
 
-METHODS: dict[str, Method] = {
-    m.name: m
-    for m in (
-        Method("local", "supervised", None, "every site keeps its own model; nothing is exchanged"),
-        Method(
-            "fedavg",
-            "supervised",
-            "fedavg",
-            "cross-entropy at the sites, weighted mean of all weights",
-            "McMahan et al., AISTATS 2017",
-        ),
-        Method("ensemble", "supervised", "ensemble", "cross-entropy at the sites, mean of their predictions"),
-        Method("fafi", "salt", BEST, "SALT at the sites (published with --fusion iffi)", FAFI),
-        Method(
-            "fafi-anneal",
-            "aurora",
-            BEST,
-            "FAFI with a shared anchor and lambda 18 -> 0 by hand",
-            FAFI,
-            {"weighting": "linear"},
-            COUNTED,
-        ),
-        Method("aurora", "aurora", BEST, "SALT plus an anchor whose strength each site learns", "AURORA", {}, COUNTED),
-        Method(
-            "aurora-no-stability",
-            "aurora",
-            BEST,
-            "AURORA without the bound on lambda",
-            "AURORA",
-            {"weighting": "meta-anneal"},
-            COUNTED,
-        ),
-        Method(
-            "aurora-no-decouple",
-            "aurora",
-            BEST,
-            "AURORA, plain coupled uncertainty weighting",
-            "AURORA",
-            {"weighting": "kendall"},
-            COUNTED,
-        ),
-        Method(
-            "fol",
-            "supervised",
-            None,
-            "no server: neighbours' models adapted, selected and distilled into the own one",
-            FOL,
-            orient="fol",
-        ),
-        Method("fol-a", "supervised", None, "FOL, answering with the ensemble it distils", FOL, orient="fol-a"),
-        Method("fol-n", "supervised", None, "FOL without adapting the neighbours' models", FOL, orient="fol-n"),
-        Method("fol-an", "supervised", None, "FOL-A without adapting the neighbours' models", FOL, orient="fol-an"),
-        Method(
-            "gossip",
-            "supervised",
-            None,
-            "no server: each node averages its model with those it met",
-            FOL,
-            orient="gossip",
-        ),
-        Method(
-            "fedetf",
-            "etf",
-            "fedavg",
-            "a fixed simplex classifier with balanced softmax, averaged",
-            "FedETF: Li et al., ICCV 2023",
-        ),
-        Method(
-            "fedproto",
-            "supervised",
-            "fedproto",
-            "nearest class mean over all clients",
-            "FedProto: Tan et al., AAAI 2022",
-            {"send": ["class-means"]},
-        ),
-        Method(
-            "fedtgp",
-            "supervised",
-            "fedtgp",
-            "class means turned into trained global prototypes",
-            "FedTGP: Zhang et al., AAAI 2024",
-            {"send": ["class-means"]},
-        ),
-        Method(
-            "fedcvae",
-            "cvae",
-            "fedcvae",
-            "clients' decoders paint the server's training set",
-            "FedCVAE: Heinbaugh et al., ICLR 2023",
-        ),
-        Method(
-            "fedcvae-kd",
-            "cvae",
-            "fedcvae-kd",
-            "the same through one distilled decoder, labels uniform",
-            "FedCVAE: Heinbaugh et al., ICLR 2023",
-        ),
-        Method(
-            "dense",
-            "supervised",
-            "dense",
-            "the ensemble distilled on images made from the models alone",
-            "DENSE: Zhang et al., NeurIPS 2022",
-        ),
-        Method(
-            "coboosting",
-            "supervised",
-            "coboosting",
-            "DENSE with harder images and a better-weighted ensemble",
-            "Co-Boosting: Dai et al., ICLR 2024",
-        ),
-        Method(
-            "feddf",
-            "supervised",
-            "feddf",
-            "the ensemble distilled on unlabelled proxy images (--set proxy=PATH)",
-            "FedDF: Lin et al., NeurIPS 2020",
-        ),
-        Method(
-            "intactofl",
-            "supervised",
-            "intactofl",
-            "all models kept under a gate trained on synthetic images",
-            "IntactOFL: Zeng et al., ACM MM 2024",
-        ),
-        Method(
-            "fedlpa",
-            "supervised",
-            "fedlpa",
-            "layer-wise posteriors joined by one solve a layer",
-            "FedLPA: Liu et al., NeurIPS 2024",
-            {"send": ["kfac"]},
-        ),
-        Method(
-            "maecho",
-            "supervised",
-            "maecho",
-            "weights moved together where clients' inputs are free",
-            "MA-Echo: Su et al., 2022",
-            {"send": ["null-space"]},
-        ),
-        Method(
-            "ot",
-            "supervised",
-            "ot",
-            "neurons matched layer by layer, then averaged",
-            "OT fusion: Singh and Jaggi, NeurIPS 2020",
-        ),
-        Method(
-            "median", "supervised", "median", "the median of the sites' weights, one by one", "Yin et al., ICML 2018"
-        ),
-        Method(
-            "trimmed",
-            "supervised",
-            "trimmed",
-            "the mean of the sites' weights without the extremes",
-            "Yin et al., ICML 2018",
-        ),
-        Method(
-            "clipped",
-            "supervised",
-            "clipped",
-            "the mean of weights, no site far from the median",
-            "Karimireddy et al., ICML 2021",
-        ),
-        Method("ensemble-median", "supervised", "ensemble-median", "the median of the sites' predictions"),
-        Method(
-            "ensemble-trimmed",
-            "supervised",
-            "ensemble-trimmed",
-            "the mean of the sites' predictions without the extremes",
-        ),
-    )
-}
+BUILT_IN: tuple[Method, ...] = (
+    Method("local", "supervised", None, "every site keeps its own model; nothing is exchanged"),
+    _supervised("fedavg", "cross-entropy at the sites, weighted mean of all weights", "McMahan et al., AISTATS 2017"),
+    _supervised("ensemble", "cross-entropy at the sites, mean of their predictions"),
+    Method("fafi", "salt", BEST, "SALT at the sites (published with --fusion iffi)", FAFI),
+    _anchored("fafi-anneal", "FAFI with a shared anchor and lambda 18 -> 0 by hand", FAFI, weighting="linear"),
+    _anchored("aurora", "SALT plus an anchor whose strength each site learns", AURORA),
+    _anchored("aurora-no-stability", "AURORA without the bound on lambda", AURORA, weighting="meta-anneal"),
+    _anchored("aurora-no-decouple", "AURORA, plain coupled uncertainty weighting", AURORA, weighting="kendall"),
+    *(Method(name, "supervised", None, v.about, FOL, orient=name) for name, v in VARIANTS.built_in.items()),
+    Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", FEDETF),
+    _supervised(
+        "fedproto", "nearest class mean over all clients", "FedProto: Tan et al., AAAI 2022", send="class-means"
+    ),
+    _supervised(
+        "fedtgp",
+        "class means turned into trained global prototypes",
+        "FedTGP: Zhang et al., AAAI 2024",
+        send="class-means",
+    ),
+    Method("fedcvae", "cvae", "fedcvae", "clients' decoders paint the server's training set", CVAE),
+    Method("fedcvae-kd", "cvae", "fedcvae-kd", "the same through one distilled decoder, labels uniform", CVAE),
+    _supervised(
+        "dense", "the ensemble distilled on images made from the models alone", "DENSE: Zhang et al., NeurIPS 2022"
+    ),
+    _supervised(
+        "coboosting", "DENSE with harder images and a better-weighted ensemble", "Co-Boosting: Dai et al., ICLR 2024"
+    ),
+    _supervised(
+        "feddf",
+        "the ensemble distilled on unlabelled proxy images (--set proxy=PATH)",
+        "FedDF: Lin et al., NeurIPS 2020",
+    ),
+    _supervised(
+        "intactofl", "all models kept under a gate trained on synthetic images", "IntactOFL: Zeng et al., ACM MM 2024"
+    ),
+    _supervised(
+        "fedlpa", "layer-wise posteriors joined by one solve a layer", "FedLPA: Liu et al., NeurIPS 2024", send="kfac"
+    ),
+    _supervised(
+        "maecho",
+        "weights moved together where clients' inputs are free",
+        "MA-Echo: Su et al., 2022",
+        send="null-space",
+    ),
+    _supervised("ot", "neurons matched layer by layer, then averaged", "OT fusion: Singh and Jaggi, NeurIPS 2020"),
+    _supervised("median", "the median of the sites' weights, one by one", YIN),
+    _supervised("trimmed", "the mean of the sites' weights without the extremes", YIN),
+    _supervised("clipped", "the mean of weights, no site far from the median", "Karimireddy et al., ICML 2021"),
+    _supervised("ensemble-median", "the median of the sites' predictions"),
+    _supervised("ensemble-trimmed", "the mean of the sites' predictions without the extremes"),
+)
+METHODS: Registry[Method] = Registry("method", {m.name: m for m in BUILT_IN}, group="flyby.methods")
 
 
-def method_named(name: str) -> Method:
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    return METHODS[name]
+def rule_for(methods: Iterable[str]) -> str:
+    """The server rule for parcels that name these methods. One that names an objective, since several methods share
+    such uploads, gets the rule of the first method with that objective."""
+    rules = {word: _rule_of(word) for word in dict.fromkeys(methods)}
+    without = [word for word, rule in rules.items() if rule is None]
+    if without or not rules:
+        words = ", ".join(repr(word) for word in without) or "no method"
+        raise BadInput(f"the parcels name {words}, for which there is no server rule; choose one with --fusion")
+    if len(set(rules.values())) > 1:
+        each = ", ".join(f"{rule} for {word!r}" for word, rule in rules.items())
+        raise BadInput(f"the parcels' methods have different server rules ({each}); choose one with --fusion")
+    return str(next(iter(rules.values())))
 
 
-def objective_named(name: str) -> type[Objective]:
-    if name not in OBJECTIVES:
-        raise unknown("objective", name, OBJECTIVES)
-    return OBJECTIVES[name]
-
-
-def fusion_named(name: str) -> type[Fusion]:
-    if name not in FUSIONS:
-        raise unknown("fusion", name, FUSIONS)
-    return FUSIONS[name]
+def _rule_of(word: str) -> str | None:
+    if word in METHODS:
+        return METHODS[word].fusion
+    return next((m.fusion for m in METHODS.values() if m.objective == word and m.fusion), None)
 
 
 def check_pair(objective: type[Objective], fusion: type[Fusion], settings: ObjectiveSettings | None = None) -> None:
@@ -265,29 +164,33 @@ def catalogue() -> list[dict[str, Any]]:
     images, 10 classes) for a site that holds every class; ``weight_bytes`` are the weights themselves.
     """
     rows = []
-    for m in METHODS.values():
-        objective = OBJECTIVES[m.objective]
-        settings = objective.settings_type.model_validate(m.objective_settings)
-        fusion = FUSIONS[m.fusion] if m.fusion else None
-        exchanged = bool(fusion or m.orient)
-        weights, extras = upload_bytes(m.objective, settings) if exchanged else (0, 0)
-        rows.append(
-            {
-                "method": m.name,
-                "objective": m.objective,
-                "fusion": m.fusion,
-                "about": m.about,
-                "paper": m.paper,
-                "provides": sorted(objective.provided(settings)),
-                "needs": sorted(fusion.needs) if fusion else [],
-                "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing",
-                "weight_bytes": weights,
-                "extra_bytes": extras,
-                "data_free": fusion is None or fusion.data_free,
-                "mixed_architectures": bool(fusion and fusion.heterogeneous) or bool(m.orient),
-            }
-        )
+    for method in METHODS.values():
+        try:
+            rows.append(_row(method))
+        except BadInput as error:  # a method from outside may name what is not installed
+            log.warning("left out: the method %r: %s", method.name, error)
     return rows
+
+
+def _row(m: Method) -> dict[str, Any]:
+    objective = OBJECTIVES[m.objective]
+    settings = objective.settings_type.model_validate(m.objective_settings)
+    fusion = FUSIONS[m.fusion] if m.fusion else None
+    weights, extras = upload_bytes(m.objective, settings) if fusion or m.orient else (0, 0)
+    return {
+        "method": m.name,
+        "objective": m.objective,
+        "fusion": m.fusion,
+        "about": m.about,
+        "paper": m.paper,
+        "provides": sorted(objective.provided(settings)),
+        "needs": sorted(fusion.needs) if fusion else [],
+        "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing",
+        "weight_bytes": weights,
+        "extra_bytes": extras,
+        "data_free": fusion is None or fusion.data_free,
+        "mixed_architectures": bool(fusion and fusion.heterogeneous) or bool(m.orient),
+    }
 
 
 @cache

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyby.models import Network
 from flyby.models.heads import directions
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
@@ -65,28 +64,22 @@ def _unit(x: Tensor) -> Tensor:
     return torch.div(x, x.norm().clamp_min(torch.finfo(x.dtype).tiny))
 
 
-@torch.no_grad()
-def feature_agreement(networks: Sequence[Network], images: Tensor, device: torch.device | str = "cpu") -> float:
-    """Mean linear CKA over all pairs of clients on a probe of images none of them trained on."""
-    features = [net.to(device).eval().features(net.spec.prepare(images.to(device))).float().cpu() for net in networks]
-    return sum(linear_cka(a, b) for a, b in combinations(features, 2)) / max(
-        1, len(features) * (len(features) - 1) // 2
-    )
+def feature_agreement(features: Sequence[Tensor]) -> float:
+    """Mean linear CKA over all pairs of clients, from the features [n, d] that each gives the same images."""
+    pairs = list(combinations(features, 2))
+    return sum(linear_cka(a, b) for a, b in pairs) / max(1, len(pairs))
 
 
-def consistency(
-    parcels: Sequence[Parcel], probe: Tensor, seed: int, device: torch.device | str = "cpu"
-) -> dict[str, float]:
+def consistency(parcels: Sequence[Parcel], features: Sequence[Tensor], seed: int) -> dict[str, float]:
     """All measures that apply: prototypes where every client has some of one width, drift where all share one
-    architecture."""
+    architecture. ``features`` are what each client's network makes of a probe that none of them trained on."""
     if len(parcels) < 2:
         return {}
-    networks = [p.network() for p in parcels]
-    found: dict[str, float | None] = {"feature_agreement": feature_agreement(networks, probe, device)}
+    found: dict[str, float | None] = {"feature_agreement": feature_agreement(features)}
     if len({p.manifest.spec for p in parcels}) == 1:
         found["drift"] = drift(parcels, seed)
         if parcels[0].manifest.spec.head == "prototype" and all(p.manifest.counts for p in parcels):
-            prototypes = torch.stack([directions(net.cpu()) for net in networks])
+            prototypes = torch.stack([directions(p.network()) for p in parcels])
             counts = torch.tensor([p.manifest.counts for p in parcels])
             found |= {
                 "proto_consistency": proto_consistency(prototypes, counts),

@@ -16,13 +16,16 @@ from torch import Tensor
 from flyby.data.site import Site
 from flyby.errors import BadInput, unknown
 from flyby.models import Network
+from flyby.registry import Registry
 from flyby.statistics.class_means import class_means
 from flyby.statistics.kfac import kfac
 from flyby.statistics.null_space import null_space
 
 Statistic = Callable[..., dict[str, Tensor]]
 
-STATISTICS: dict[str, Statistic] = {"class-means": class_means, "kfac": kfac, "null-space": null_space}
+STATISTICS: Registry[Statistic] = Registry(
+    "statistic to send", {"class-means": class_means, "kfac": kfac, "null-space": null_space}
+)
 
 
 def named(text: str) -> tuple[str, dict[str, Any]]:
@@ -30,8 +33,6 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     import yaml
 
     name, _, rest = text.partition(":")
-    if name not in STATISTICS:
-        raise unknown("statistic to send", name, STATISTICS)
     there = [p.name for p in inspect.signature(STATISTICS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     options = {}
     for part in rest.split(";") if rest else ():

@@ -46,9 +46,7 @@ def audit_model(
     """``flyby audit MODEL --members DATA --others DATA``: the training images of one source against the test images of
     another (all of them where it has no test split)."""
     predictor = load_predictor(model)
-    inside, outside = (
-        load(name, size=size, holdout=0.2 if name.startswith("digits") else 0.0) for name in (members, others)
-    )
+    inside, outside = (load(name, size=size, holdout=None) for name in (members, others))
     for data in (inside.train, outside.test or outside.train):
         check_fit(predictor, data)
     return {

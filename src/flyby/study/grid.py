@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,40 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from flyby.data.splits import SPLITS, Split
 from flyby.engines.engine import engine_named
 from flyby.errors import BadInput, Diverged, unknown
 from flyby.files import digest, read_json, write_text
-from flyby.runs.config import RunConfig, make_config, pick_device
-from flyby.runs.methods import check_pair, fusion_named, method_named, objective_named
-from flyby.runs.pipeline import hardware, run, versions
+from flyby.fusion import FUSIONS
+from flyby.machine import hardware, pick_device, versions
+from flyby.objectives import OBJECTIVES
+from flyby.runs.config import RunConfig, make_config
+from flyby.runs.methods import METHODS, check_pair
+from flyby.runs.pipeline import run
 from flyby.settings import build
+from flyby.study.catalogue import Study
 
-
-class Study(BaseModel):
-    """The axes of a grid. A fusion is a rule's name, with settings after a colon: ``iffi:prototypes=counts``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    title: str
-    note: str = ""
-    data: list[str] = ["digits"]
-    methods: list[str]
-    fusions: list[str] = Field(default=[], description="server rules for every method; empty: each method's own")
-    alphas: list[float] = [0.1]
-    splits: list[str] = ["dirichlet"]
-    seeds: list[int] = [0]
-    clients: list[int] = [5]
-    attacks: list[str] = Field(default=[], description="kinds with settings, `random:share=0.4`; empty: nobody attacks")
-    admissions: list[str] = Field(
-        default=[], description="gates before the server: none, default, validated; empty: none"
-    )
-    epochs: int | None = None
-    model: str | None = None
-    settings: list[str] = Field(default=[], description="as --set on the command line, for every cell")
-    variants: list[str] = Field(default=[], description="one more axis: settings that differ, several with semicolons")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,27 +50,6 @@ class Cell:
             f"{self.config.method} / {self.rule} / {self.data} a={self.config.split.alpha:g} seed"
             f" {self.config.seed}{threats}"
         )
-
-
-def read_study(name: str) -> tuple[str, Study]:
-    """A study by path, or by name from the folder ``studies/``."""
-    import yaml
-
-    path = Path(name) if Path(name).is_file() else Path("studies") / f"{name}.yaml"
-    if not path.is_file():
-        there = [p.stem for p in Path("studies").glob("*.yaml") if p.stem != "published"]
-        raise (
-            unknown("study", name, there)
-            if there
-            else BadInput(f"there is no study {name!r} and no folder studies/ here; name a .yaml file")
-        )
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise BadInput(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise BadInput(f"{path} must hold a mapping of settings")
-    return path.stem, build(Study, raw, path.name)
 
 
 def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
@@ -145,11 +104,11 @@ def check_cell(config: RunConfig) -> None:
     """Refuse what needs no data to be seen to fail, so that a study stops before its first cell and not at its last."""
     if config.split.name not in SPLITS:
         raise unknown("split", config.split.name, SPLITS)
-    method = method_named(config.method)
-    objective, rule = objective_named(method.objective), config.fusion_name or method.fusion
+    method = METHODS[config.method]
+    objective, rule = OBJECTIVES[method.objective], config.fusion_name or method.fusion
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
     if rule is not None:
-        check_pair(objective, fusion_named(rule), settings)
+        check_pair(objective, FUSIONS[rule], settings)
 
 
 def key_of(config: RunConfig) -> str:
@@ -210,9 +169,8 @@ def missing(study: Study, path: Path, data_root: Path | None = None) -> list[Cel
 
 
 def run_study(
-    name: str,
     study: Study,
-    results: Path,
+    rows: Path,
     work: Path,
     *,
     data_root: Path | None = None,
@@ -221,13 +179,12 @@ def run_study(
     limit: float | None = None,
     quiet: bool = False,
 ) -> tuple[int, int]:
-    """Do what is missing, a row appended as each cell ends; stops before a cell that would likely end after ``limit``
-    seconds.
+    """Do what is missing in the file ``rows`` (NAME.jsonl), a row appended as each cell ends; stops before a cell that
+    would likely end after ``limit`` seconds. Uploads and runs go to the folder ``work``.
 
     Returns (rows done now, rows still missing). Cells go one after another, or as many at once as the engine can.
     """
-    path = results / f"{name}.jsonl"
-    todo = missing(study, path, data_root)
+    todo = missing(study, rows, data_root)
     started, longest, done = time.perf_counter(), 0.0, 0
     began: dict[str, float] = {}
 
@@ -245,10 +202,9 @@ def run_study(
         if isinstance(result, Diverged):
             result = lost(work / "runs" / cell.key, result, spent, device)
         longest, done = max(longest, spent), done + 1
-        append(path, row_of(name, cell, result))
-        if not quiet:
-            shown = "diverged" if result["accuracy"] is None else f"{result['accuracy']:.4f}"
-            print(f"{cell}: {shown} ({spent:.1f} s)", file=sys.stderr, flush=True)
+        append(rows, row_of(rows.stem, cell, result))
+        shown = "diverged" if result["accuracy"] is None else f"{result['accuracy']:.4f}"
+        log.info("%s: %s (%.1f s)", cell, shown, spent)
     return done, len(todo) - done
 
 

@@ -10,23 +10,12 @@ from typing import Any
 
 from flyby.errors import BadInput
 from flyby.files import write_text
-from flyby.runs.methods import method_named
-from flyby.study.grid import Cell, Study, cells, read_rows, settled
+from flyby.runs.methods import METHODS
+from flyby.study.catalogue import Study, published
+from flyby.study.grid import Cell, cells, read_rows, settled
 from flyby.study.orient_tables import node_tables
 
 Row = dict[str, Any]
-
-
-def published(path: Path = Path("studies/published.yaml")) -> list[Row]:
-    """Figures from papers: each with data, alpha, method, value, source and the caveat that goes with it."""
-    import yaml
-
-    if not path.exists():
-        return []
-    rows = yaml.safe_load(path.read_text())
-    if not isinstance(rows, list):
-        raise BadInput(f"{path} must hold a list of published figures")
-    return rows
 
 
 def cell_text(values: list[float | None]) -> str:
@@ -39,22 +28,21 @@ def cell_text(values: list[float | None]) -> str:
     return f"{statistics.fmean(good):.2f}{spread} (n={len(good)}{f', {lost} diverged' if lost else ''})"
 
 
-def render(name: str, study: Study, results: Path, figures: list[Row] | None = None) -> str:
+def render(study: Study, place: Path, figures: list[Row] | None = None) -> str:
     """One table for every (data, model, clients, split, epochs): a line a method and rule, a column an alpha, published
     lines below.
 
     Only rows of the study as it stands are shown: one that was run under other settings must not enter a mean."""
-    place = results / f"{name}.jsonl"
     everything = read_rows(place)
     if not everything:
-        raise BadInput(f"{place} holds no rows yet; run flyby study {name} first")
+        raise BadInput(f"{place} holds no rows yet; run flyby study {place.stem} first")
     wanted = {cell.key: (cell.config.method, _rule(cell)) for cell in cells(study)}
     threats = {cell.key: (cell.attack, cell.admission) for cell in cells(study)}
     rows = [{**row, "key": key} for key, row in settled(study, place).items()]
     if not rows:
         raise BadInput(
-            f"{place} holds {len(everything)} rows, none of them of the study as it stands; run flyby study {name}"
-            " again"
+            f"{place} holds {len(everything)} rows, none of them of the study as it stands; run flyby study"
+            f" {place.stem} again"
         )
     figures = published() if figures is None else figures
     lines = [f"# {study.title}", "", *([study.note.strip(), ""] if study.note else [])]
@@ -83,7 +71,7 @@ def _group(row: Row) -> tuple[str, str, int, str, int]:
 
 
 def _rule(cell: Cell) -> str:
-    return (method_named(cell.config.method).fusion or "none") if cell.rule == "own" else cell.rule
+    return (METHODS[cell.config.method].fusion or "none") if cell.rule == "own" else cell.rule
 
 
 def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Row]) -> list[str]:
@@ -185,7 +173,8 @@ def _turned_away(rows: list[Row]) -> str:
     return f"{refused} of {malicious}, {honest} honest"
 
 
-def write_table(name: str, study: Study, results: Path) -> Path:
-    path = results / f"{name}.md"
-    write_text(path, render(name, study, results) + "\n")
+def write_table(study: Study, place: Path) -> Path:
+    """The table of the rows in NAME.jsonl, as NAME.md beside them."""
+    path = place.with_suffix(".md")
+    write_text(path, render(study, place) + "\n")
     return path

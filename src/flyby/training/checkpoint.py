@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,22 @@ from torch import Tensor, nn
 
 from flyby.errors import BadInput
 from flyby.files import write_bytes
+
+SECONDS, SHARE = 5.0, 50.0
+
+
+class Cadence:
+    """When to write a checkpoint: after ``SECONDS``, and after ``SHARE`` times what the last one cost."""
+
+    def __init__(self) -> None:
+        self.written, self.patience = time.perf_counter(), SECONDS
+
+    def keep(self, save: Callable[[], None]) -> None:
+        """Call ``save`` if it is time."""
+        if (now := time.perf_counter()) - self.written > self.patience:
+            save()
+            self.written = time.perf_counter()
+            self.patience = max(SECONDS, SHARE * (self.written - now))
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

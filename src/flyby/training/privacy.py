@@ -61,21 +61,26 @@ class PrivacySettings(BaseModel):
 
 
 def check_privacy(
-    spec: ModelSpec, objective: str, chosen: ObjectiveSettings, train: PrivacySettings, views: ViewSettings, counts: str
+    spec: ModelSpec,
+    objective: type[Objective],
+    chosen: ObjectiveSettings,
+    train: PrivacySettings,
+    views: ViewSettings,
+    counts: str,
 ) -> None:
     """Refuse, before any training, whatever would go out of the accounting: all of it in one sentence, each with its
     cure."""
     if train.dp_epsilon is None:
         return
-    if objective != "supervised":
+    if not objective.per_sample:
         why = (
             "its loss mixes the images of a batch"
             if views.views > 1
             else "its loss uses exact counts or trains more than the network"
         )
         raise BadInput(
-            f"objective {objective!r} cannot be trained privately (train.dp_epsilon): {why}; use a method with plain"
-            " cross-entropy, such as fedavg or ensemble"
+            f"objective {objective.name!r} cannot be trained privately (train.dp_epsilon): {why}; use a method with"
+            " plain cross-entropy, such as fedavg or ensemble"
         )
     cures = []
     if has_batch_norm(spec):

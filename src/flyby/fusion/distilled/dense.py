@@ -10,15 +10,16 @@ over it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyby.fusion.base import FusionSettings, Inbox
+from flyby.fusion.base import FusionSettings, Server
 from flyby.fusion.distilled.distill import Distillation, DistillSettings, Learner, kd
 from flyby.fusion.distilled.synthesis import Pool, Synthesis, SynthesisSettings, Teachers, as_unit, mix
 from flyby.fusion.predictor import Predictor
+from flyby.parcels.inbox import Inbox
 
 
 class DenseSettings(DistillSettings, SynthesisSettings):
@@ -63,9 +64,9 @@ class Dense(Distillation):
 
         return objective
 
-    def fuse(self, parcels: Inbox, **options: Any) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         try:
-            return super().fuse(parcels, **options)
+            return super().combine(parcels, server)
         finally:
             self.workshop = None
 

@@ -13,7 +13,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -24,20 +23,21 @@ from torch import Tensor, nn
 from flyby.data.dataset import Dataset
 from flyby.errors import Diverged, unknown
 from flyby.files import digest
-from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.distilled.synthesis import (
     Pool,
     Precision,
     Resident,
     Teachers,
+    as_pictures,
     as_unit,
     autocast,
     mix,
     normalise,
-    picture_grid,
 )
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models import ARCHITECTURES, ModelSpec, Network
+from flyby.parcels.inbox import Inbox
 from flyby.rng import generator, seed_of
 from flyby.training.checkpoint import TrainingState
 from flyby.training.graphs import Captured, one_shape, set_learning_rate
@@ -167,19 +167,11 @@ class Distillation(Fusion):
         temperature = self.settings.temperature
         return temperature**2 * kd(learner.scores(x, logits), mix(weights, logits), temperature).mean()
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
-        s = self.settings
-        teachers = Teachers(parcels, device, s.resident, max(s.batch, getattr(s, "images", 0)), s.precision)
-        pool = self.pool(teachers, proxy)
-        learner = self.learner(parcels, seed).to(device)
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
+        s, seed = self.settings, server.seed
+        teachers = Teachers(parcels, server.device, s.resident, max(s.batch, getattr(s, "images", 0)), s.precision)
+        pool = self.pool(teachers, server.proxy)
+        learner = self.learner(parcels, seed).to(server.device)
         optimizer = self._optimizer(learner)
         identity = digest(
             [
@@ -187,10 +179,12 @@ class Distillation(Fusion):
                 s.model_dump(mode="json"),
                 seed,
                 [m.digest for m in parcels.manifests],
-                None if proxy is None else proxy.digest,
+                None if server.proxy is None else server.proxy.digest,
             ]
         )
-        state = TrainingState(work / f"{self.name}.ckpt" if work else None, identity, learner, optimizer, pool)
+        state = TrainingState(
+            server.work / f"{self.name}.ckpt" if server.work else None, identity, learner, optimizer, pool
+        )
         state.restore()
         clock, self.lesson = Clock(self.name, state.epoch, s.epochs), None
         with state:  # whatever ends the loop early, the state after the last whole epoch is saved
@@ -208,7 +202,7 @@ class Distillation(Fusion):
         if clock.saved or time.perf_counter() - clock.started > SAVE_SECONDS:
             state.save()  # what follows may be interrupted too, and long work is not done twice
         self.lesson = None
-        self._describe(teachers, pool, state.rows)
+        server.report += self._describe(teachers, pool, state.rows)
         return self.predictor(parcels, learner.eval().cpu())
 
     def _optimizer(self, learner: Learner) -> torch.optim.Optimizer:
@@ -237,9 +231,9 @@ class Distillation(Fusion):
         rows = (rows for _ in range(s.passes) for rows in batches(len(pool), s.batch, order, device))
         return self.lesson.over(pool, rows, seed_of(seed, "server", "inputs", epoch))
 
-    def _describe(self, teachers: Teachers, pool: Pool, rows: list[dict[str, Any]]) -> None:
+    def _describe(self, teachers: Teachers, pool: Pool, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The report's sections: the epochs in a short table, and the images if they were made here."""
-        self.sections.clear()
+        sections: list[dict[str, Any]] = []
         columns = list(rows[-1])
         every = max(1, -(-len(rows) // TABLE_ROWS))
         shown = [row for row in rows if row["epoch"] % every == 0 or row is rows[-1]]
@@ -262,17 +256,18 @@ class Distillation(Fusion):
                     if len(without) < len(teachers)
                     else f" L_BN is skipped: {who} BatchNorm layers."
                 )
-            self.sections.append(
+            sections.append(
                 {
                     "title": "Synthetic images",
                     "text": about_images(len(pool), rows[-1], getattr(self.settings, "bn", 0.0)),
-                    "svg": picture_grid(pool.images[-64:]),
+                    "images": as_pictures(pool.images[-64:]),
                 }
             )
         cells = [[row[c] if isinstance(row[c], int) else round(row[c], 4) for c in columns] for row in shown]
-        self.sections.append(
+        sections.append(
             {"title": f"Server work of {self.name}", "text": text, "table": {"columns": columns, "rows": cells}}
         )
+        return sections
 
     synthetic: ClassVar[bool] = False
 

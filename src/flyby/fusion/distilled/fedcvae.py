@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from flyby.data.dataset import Dataset
 from flyby.errors import BadInput, Diverged
 from flyby.files import digest
-from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.distilled.distill import Clock, StudentName, batches, student_spec
-from flyby.fusion.distilled.synthesis import normalise, picture_grid
+from flyby.fusion.distilled.synthesis import as_pictures, normalise
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models.decoder import Decoder, DecoderSpec, build
+from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 from flyby.training.checkpoint import TrainingState
@@ -74,24 +74,16 @@ class FedCvae(Fusion):
     settings_type: ClassVar[type[FusionSettings]] = FedCvaeSettings
     settings: FedCvaeSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
-        device = torch.device(device)
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
+        seed, device = server.seed, torch.device(server.device)
         spec = student_spec(parcels, self.settings.student).replace(head="linear", logit_scale=False)
         painters = painters_of(parcels, self.name, device)
         identity = digest(
             [self.name, [m.digest for m in parcels.manifests], self.settings.model_dump(mode="json"), seed]
         )
-        stages = Stages(self.name, work, identity)
-        self.sections.clear()
-        painted = self.paint(painters, seed, stages)
+        stages = Stages(self.name, server.work, identity)
+        told = len(server.report)
+        painted = self.paint(painters, server, stages)
         network = spec.build(generator(seed, "server", "student")).to(device).train()
         pixels, labels, rng = painted.pixels, painted.labels, generator(seed)
 
@@ -111,20 +103,20 @@ class FedCvae(Fusion):
             f"{len(labels)} images painted by {len(painters)} clients' decoders, here up to {SHOWN} of each class, one"
             " class a row."
         )
-        self.sections.insert(
-            0,
+        server.report.insert(
+            told,
             {
                 "title": "Synthetic images",
                 "text": text,
-                "svg": picture_grid(by_class(painted), columns=SHOWN, most=SHOWN * 20),
+                "images": as_pictures(by_class(painted), columns=SHOWN, most=SHOWN * 20),
             },
         )
-        self.sections.append(fallen("Classifier trained on synthetic images", "cross-entropy", history))
+        server.report.append(fallen("Classifier trained on synthetic images", "cross-entropy", history))
         return Single([spec], parcels.class_names, [network.eval().cpu()])
 
-    def paint(self, painters: Sequence[Painter], seed: int, stages: Stages) -> Drawn:
+    def paint(self, painters: Sequence[Painter], server: Server, stages: Stages) -> Drawn:
         """The training set, client by client in proportion to their sizes."""
-        return draw(painters, self.settings.images, self.settings.truncation, (seed, "server", "paint"))
+        return draw(painters, self.settings.images, self.settings.truncation, (server.seed, "server", "paint"))
 
 
 class FedCvaeKdSettings(FedCvaeSettings):
@@ -138,8 +130,8 @@ class FedCvaeKd(FedCvae):
     settings_type: ClassVar[type[FusionSettings]] = FedCvaeKdSettings
     settings: FedCvaeKdSettings
 
-    def paint(self, painters: Sequence[Painter], seed: int, stages: Stages) -> Drawn:
-        spec = one_latent(painters)
+    def paint(self, painters: Sequence[Painter], server: Server, stages: Stages) -> Drawn:
+        seed, spec = server.seed, one_latent(painters)
         device = painters[0].frequencies.device
         student = build(Decoder, spec, generator(seed, "server", "decoder")).to(device)
         asked: Drawn
@@ -155,7 +147,7 @@ class FedCvaeKd(FedCvae):
             return F.mse_loss(student(asked.z[rows], asked.labels[rows]), asked.pixels[rows])
 
         history = stages.train("decoder", student, self.settings.distil_epochs, self.settings.distil_lr, order, loss_of)
-        self.sections.append(fallen("Decoders distilled into one", "mean squared error a pixel", history))
+        server.report.append(fallen("Decoders distilled into one", "mean squared error a pixel", history))
         held = (torch.stack([p.frequencies for p in painters]).sum(0) > 0).double()
         return draw(
             [Painter(student, 1.0, held / held.sum())],

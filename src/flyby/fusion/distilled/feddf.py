@@ -13,11 +13,12 @@ from pydantic import Field
 
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
-from flyby.fusion.base import FusionSettings, Inbox
+from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.distill import Distillation, DistillSettings, Learner, Student, student_spec
 from flyby.fusion.distilled.synthesis import Pool, Teachers, as_unit
 from flyby.fusion.weights.average import FedAvg
 from flyby.models import Network
+from flyby.parcels.inbox import Inbox
 
 
 class FedDFSettings(DistillSettings):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from flyby.fusion.base import FusionSettings, Inbox
+from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.coboosting import PushSettings, pushed
 from flyby.fusion.distilled.dense import Dense, DenseSettings
 from flyby.fusion.distilled.distill import Learner, kd
@@ -24,6 +24,7 @@ from flyby.fusion.distilled.synthesis import Teachers, mix, normalise
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import uniform_fan_in
+from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 
 
@@ -75,9 +76,9 @@ class GatedPredictor(Predictor):
         self.gate = nn.utils.skip_init(nn.Linear, self.channels * self.size[0] * self.size[1], len(self.specs))  # type: ignore[no-untyped-call]
         self.top = top
 
-    def forward(self, images: Tensor) -> Tensor:
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
         weights = gate_weights(self.gate(self.specs[0].prepare(images).flatten(1)).float(), self.top)
-        return mix(weights, torch.stack([net(x).float() for net, x in self.members(images)]))
+        return mix(weights, torch.stack(tuple(voices)))
 
 
 class IntactOFL(Dense):

@@ -17,7 +17,6 @@ and the student, 4 W + n A.
 from __future__ import annotations
 
 import base64
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,10 +26,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from flyby.fusion.base import FusionSettings, Inbox
+from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.batchnorm import Apart, distance, norms, relative, with_distance, without_distance
 from flyby.models import ModelSpec, Network
 from flyby.models.generator import Generator
+from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape
 
@@ -301,26 +301,11 @@ def as_unit(images: Tensor) -> Tensor:
     return images.float().div(255).permute(0, 3, 1, 2)
 
 
-def picture_grid(images: Tensor, columns: int = 16, most: int = 64) -> str:
-    """The first images (uint8 [N, H, W, C], one or three channels shown) side by side, as an SVG around one PNG."""
-    from PIL import Image
-
-    shown = images[:most].cpu()
-    shown = shown[..., :3] if shown.shape[3] >= 3 else shown[..., :1].expand(-1, -1, -1, 3)
-    count, height, width, _ = shown.shape
-    rows = -(-count // columns)
-    columns = min(columns, count)
-    sheet = torch.full((rows * (height + 1) + 1, columns * (width + 1) + 1, 3), 255, dtype=torch.uint8)
-    for i, picture in enumerate(shown):
-        top, left = i // columns * (height + 1) + 1, i % columns * (width + 1) + 1
-        sheet[top : top + height, left : left + width] = picture
-    file = io.BytesIO()
-    Image.fromarray(sheet.numpy()).save(file, "PNG")
-    scale = max(1, 720 // sheet.shape[1])
-    across, down = sheet.shape[1] * scale, sheet.shape[0] * scale
-    data = base64.b64encode(file.getvalue()).decode()
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" width="{across}" height="{down}"'
-        f' role="img" aria-label="{count} synthetic images"><image width="{across}" height="{down}"'
-        f' style="image-rendering:pixelated" href="data:image/png;base64,{data}"/></svg>'
-    )
+def as_pictures(images: Tensor, columns: int = 16, most: int = 64) -> dict[str, Any]:
+    """The first images (uint8 [N, H, W, C]) as the ``images`` of a section of the report: so many in a row."""
+    part = images[:most].cpu().contiguous()
+    return {
+        "shape": list(part.shape),
+        "columns": columns,
+        "pixels": base64.b64encode(part.numpy().tobytes()).decode(),
+    }

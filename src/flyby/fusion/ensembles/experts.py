@@ -14,7 +14,6 @@ shares are v_kc ~ sqrt(n_kc), between a vote by size and one voice each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -24,11 +23,12 @@ from torch import Tensor
 
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput, unknown
-from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import directions
 from flyby.models.shelf import Shelf
+from flyby.parcels.inbox import Inbox
 
 LEAST_GAP = WHISPER = 1e-3
 Form = Literal["cosine", "softmax", "gate", "calibrated"]
@@ -62,12 +62,12 @@ class ExpertsPredictor(Predictor):
     votes: Tensor
     calibration: Tensor
 
-    def voice(self, network: Network, x: Tensor) -> Tensor:
+    def voice(self, network: Network, features: Tensor) -> Tensor:
         """cos(f_k(x), direction of class c at client k): [N, C]."""
-        return F.normalize(network.features(x).float(), dim=1) @ F.normalize(directions(network).float(), dim=1).T
+        return F.normalize(features.float(), dim=1) @ F.normalize(directions(network).float(), dim=1).T
 
-    def combine(self, voices: Tensor) -> Tensor:
-        cosine = voices
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        cosine = torch.stack(tuple(voices))
         held = (self.votes > 0)[:, None]
         if self.form == "cosine":
             said = cosine
@@ -126,15 +126,7 @@ class Experts(Fusion):
     settings_type = ExpertsSettings
     settings: ExpertsSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         networks, tables = parcels.networks(), []
         if "calibration" in self.needs:
             shape = (3, len(parcels.class_names))
@@ -150,7 +142,7 @@ class Experts(Fusion):
         counts = (
             parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
         )
-        trust = self._validated(networks, proxy) if self.settings.validated else None
+        trust = self._validated(networks, server.proxy) if self.settings.validated else None
         votes = expert_votes(counts, self.power if self.settings.power is None else self.settings.power, trust)
         return ExpertsPredictor(
             [m.spec for m in parcels.manifests],

@@ -9,18 +9,17 @@ weighs nothing).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyby.data.dataset import Dataset
-from flyby.fusion.base import Fusion, FusionSettings, Inbox, weights_of
+from flyby.fusion.base import Fusion, FusionSettings, Server, weights_of
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import directions
+from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 
 
@@ -50,8 +49,11 @@ class IffiPredictor(Predictor):
     shares: Tensor
     noise: Tensor
 
-    def forward(self, images: Tensor) -> Tensor:
-        features = torch.stack([net.features(x).float() for net, x in self.members(images)])
+    def voice(self, network: Network, features: Tensor) -> Tensor:
+        return features.float()
+
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        features = torch.stack(tuple(voices))
         if self.weights == "noise":
             shares = (1 - F.cosine_similarity(features, self.noise[:, None], dim=2)).clamp_min(1e-6)
             shares = shares / shares.sum(0)
@@ -74,15 +76,7 @@ class Iffi(Fusion):
     settings_type = IffiSettings
     settings: IffiSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_features("iffi")
         networks = [item.network() for item in parcels]
         rows = torch.stack([directions(net) for net in networks])
@@ -95,9 +89,8 @@ class Iffi(Fusion):
         tensors: dict[str, Any] = {"prototypes": torch.einsum("kc,kcd->cd", votes, rows), "shares": shares}
         if self.settings.weights == "noise":
             spec = parcels.manifests[0].spec
-            pixels = torch.randint(
-                0, 256, (64, *spec.size, spec.channels), dtype=torch.uint8, generator=generator(seed, "server", "noise")
-            )
+            shape, rng = (64, *spec.size, spec.channels), generator(server.seed, "server", "noise")
+            pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
             with torch.no_grad():
                 tensors["noise"] = torch.stack(
                     [net.features(net.spec.prepare(pixels)).float().mean(0) for net in networks]

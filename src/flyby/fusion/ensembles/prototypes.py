@@ -16,7 +16,6 @@ length of client k's means: for mixed architectures, whose features differ in le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,12 +23,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from flyby.data.dataset import Dataset
 from flyby.errors import BadInput, unknown
-from flyby.fusion.base import Fusion, FusionSettings, Inbox
+from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import uniform_fan_in
+from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 
@@ -67,12 +66,14 @@ class NearestMeans(Predictor):
     held: Tensor
     scales: Tensor
 
-    def forward(self, images: Tensor) -> Tensor:
-        features = [net.features(x).float() for net, x in self.members(images)]
+    def voice(self, network: Network, features: Tensor) -> Tensor:
+        return features.float()
+
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
         if self.space == "shared":
-            away = distances(torch.stack(features).mean(0), self.means_0)  # type: ignore[arg-type]
+            away = distances(torch.stack(tuple(voices)).mean(0), self.means_0)  # type: ignore[arg-type]
             return (-away).masked_fill(self.held.sum(0) == 0, torch.finfo(away.dtype).min)
-        each = torch.stack([distances(feature, getattr(self, f"means_{k}")) for k, feature in enumerate(features)])
+        each = torch.stack([distances(feature, getattr(self, f"means_{k}")) for k, feature in enumerate(voices)])
         total, holders = torch.einsum("kc,knc->nc", self.held / self.scales[:, None], each), self.held.sum(0)
         # A class nobody speaks for comes after all others.
         return (-total / holders.clamp_min(1)).masked_fill(holders == 0, torch.finfo(total.dtype).min)
@@ -101,15 +102,7 @@ class FedProto(Fusion):
     settings_type = FedProtoSettings
     settings: FedProtoSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         if self.settings.space == "shared":
             parcels.same_features("fedproto with space=shared")
         networks, tables = gather(parcels, self.name)
@@ -137,25 +130,18 @@ class FedTgp(Fusion):
     settings_type = FedTgpSettings
     settings: FedTgpSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_features(self.name)
         networks, tables = gather(parcels, self.name)
         margin = margin_of(averaged(tables), self.settings.threshold)
-        trained, losses = train_prototypes(tables, len(parcels.class_names), margin, self.settings, seed, device)
+        trained, losses = train_prototypes(tables, len(parcels.class_names), margin, self.settings, server)
         rows: list[list[object]] = [
             ["margin", round(margin, 4)],
             ["first loss", round(losses[0], 4)],
             ["last loss", round(losses[-1], 4)],
         ]
-        self.sections = [{"title": "Trained global prototypes", "table": {"columns": ["", "value"], "rows": rows}}]
+        table = {"columns": ["", "value"], "rows": rows}
+        server.report.append({"title": "Trained global prototypes", "table": table})
         return predictor_of(parcels, networks, tables, [trained] * len(tables), self.settings.scale, "own")
 
 
@@ -175,15 +161,11 @@ class GlobalPrototypes(nn.Module):
 
 
 def train_prototypes(
-    tables: Sequence[Means],
-    classes: int,
-    margin: float,
-    settings: FedTgpSettings,
-    seed: int,
-    device: torch.device | str,
+    tables: Sequence[Means], classes: int, margin: float, settings: FedTgpSettings, server: Server
 ) -> tuple[Tensor, list[float]]:
     """The trained prototypes [C, d] on the host and each epoch's mean loss. A matter of seconds: it is not
     checkpointed."""
+    seed, device = server.seed, server.device
     points = torch.stack([mean for table in tables for mean in table.values()]).float()
     labels = torch.tensor([c for table in tables for c in table], device=device)
     model = GlobalPrototypes(classes, points.shape[1], generator(seed, "server", "prototypes")).to(device)

@@ -8,7 +8,6 @@ are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
-from flyby.fusion.base import Fusion, FusionSettings, Inbox, weights_of
+from flyby.fusion.base import Fusion, FusionSettings, Server, weights_of
 from flyby.fusion.predictor import Ensemble, Predictor, Single
+from flyby.parcels.inbox import Inbox
 
 
 class AverageSettings(FusionSettings):
@@ -36,15 +36,7 @@ class FedAvg(Fusion):
     settings_type = AverageSettings
     settings: AverageSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_spec("fedavg")
         total: dict[str, Tensor] = {}
         stream = iter(parcels)
@@ -54,9 +46,9 @@ class FedAvg(Fusion):
         network = spec.skeleton()
         network.load_state_dict(total, assign=True)
         if self.settings.recalibrate:
-            if proxy is None or len(proxy) == 0:
+            if server.proxy is None or len(server.proxy) == 0:
                 raise BadInput("fusion.recalibrate needs unlabelled images; give them with --proxy PATH")
-            recalibrate(network, (spec.prepare(images) for images in _even_batches(proxy)))
+            recalibrate(network, (spec.prepare(images) for images in _even_batches(server.proxy)))
         return Single([spec], parcels.class_names, [network])
 
 
@@ -107,15 +99,7 @@ class EnsembleFusion(Fusion):
     settings_type = EnsembleSettings
     settings: EnsembleSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         networks = parcels.networks()
         specs = [m.spec for m in parcels.manifests]
         return Ensemble(

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from flyby.data.dataset import Dataset
-from flyby.fusion.base import Fusion, Inbox, weights_of
+from flyby.fusion.base import Fusion, Server, weights_of
 from flyby.fusion.predictor import Predictor
 from flyby.fusion.weights.average import AverageSettings, FedAvg
 from flyby.fusion.weights.layers import Gathered, Revised, layer_by_layer, weighted
+from flyby.parcels.inbox import Inbox
 from flyby.statistics.kfac import divide, matrix_shape, unpack
 
 
@@ -51,22 +50,14 @@ class FedLpa(Fusion):
     settings_type = FedLpaSettings
     settings: FedLpaSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_spec(self.name)
         shares = weights_of(parcels, self.settings.weights)
         solved: dict[str, Tensor] = {}
         rows = []
         for layer in layer_by_layer(parcels, "kfac"):
             average = weighted(shares, (m.double() for m in layer.matrices))
-            found = self._solve(layer, shares, average.to(device))
+            found = self._solve(layer, shares, average.to(server.device))
             matrix = found.matrix.cpu()
             solved |= divide(matrix.float(), layer.name, layer.layer)
             groups, outputs, inputs = matrix_shape(layer.layer)
@@ -81,7 +72,7 @@ class FedLpa(Fusion):
                     round(moved, 4),
                 ]
             )
-        self.sections = [
+        server.report.append(
             {
                 "title": "FedLPA, layer by layer",
                 "text": (
@@ -93,11 +84,9 @@ class FedLpa(Fusion):
                     "rows": rows,
                 },
             }
-        ]
-        plain = AverageSettings(weights=self.settings.weights, recalibrate=self.settings.recalibrate)
-        return FedAvg(plain).fuse(
-            Revised(parcels, lambda item: item.weights | solved), proxy=proxy, seed=seed, device=device
         )
+        plain = AverageSettings(weights=self.settings.weights, recalibrate=self.settings.recalibrate)
+        return FedAvg(plain).fuse(Revised(parcels, lambda item: item.weights | solved), server)
 
     def _solve(self, layer: Gathered, shares: Sequence[float], average: Tensor) -> Solution:
         groups, outputs, inputs = matrix_shape(layer.layer)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flyby.errors import BadInput
-from flyby.fusion.base import Inbox
 from flyby.parcels.codecs import DTYPES
+from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import EXTRA, Parcel
 from flyby.statistics.kfac import Layer, join, matrix_layers
 
@@ -106,9 +106,9 @@ class Revised(Inbox):
     began."""
 
     def __init__(self, parcels: Inbox, revise: Callable[[Parcel], dict[str, Tensor]]) -> None:
-        self.manifests, self._sources = parcels.manifests, parcels._sources
+        self.manifests, self.sources = parcels.manifests, parcels.sources
         self._parcels, self._revise = parcels, revise
 
-    def __iter__(self) -> Iterator[Parcel]:
-        for item in self._parcels:
-            yield dataclasses.replace(item, weights=self._revise(item))
+    def read(self, place: int) -> Parcel:
+        item = self._parcels.read(place)
+        return dataclasses.replace(item, weights=self._revise(item))

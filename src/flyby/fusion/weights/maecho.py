@@ -14,18 +14,18 @@ eta <= 1, and rounding does not grow: float32 serves. Everything that is not a l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from flyby.data.dataset import Dataset
-from flyby.fusion.base import Fusion, Inbox, weights_of
+from flyby.fusion.base import Fusion, Server, weights_of
 from flyby.fusion.predictor import Predictor
 from flyby.fusion.weights.average import AverageSettings, FedAvg
 from flyby.fusion.weights.layers import Revised, layer_by_layer, weighted
+from flyby.parcels.inbox import Inbox
 from flyby.statistics.kfac import divide, matrix_shape
 from flyby.statistics.null_space import expand
 
@@ -44,25 +44,16 @@ class MaEcho(Fusion):
     settings_type = MaEchoSettings
     settings: MaEchoSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_spec(self.name)
         shares = weights_of(parcels, self.settings.weights)
         answers: dict[str, Tensor] = {}
         rows = []
         for layer in layer_by_layer(parcels, "null-space"):
             groups, outputs, inputs = matrix_shape(layer.layer)
-            projectors = layer.decoded(
-                lambda sent, n=inputs: expand(sent, n, torch.float32, device), (groups, inputs, inputs)
-            )  # type: ignore[misc]
-            matrices = [m.to(device, torch.float32) for m in layer.matrices]
+            decode = partial(expand, n=inputs, dtype=torch.float32, device=server.device)
+            projectors = layer.decoded(decode, (groups, inputs, inputs))
+            matrices = [m.to(server.device, torch.float32) for m in layer.matrices]
             answer, change = echo(matrices, projectors, shares, self.settings.eta, self.settings.iterations)
             answers |= divide(answer.cpu().float(), layer.name, layer.layer)
             average = weighted(shares, matrices)
@@ -78,7 +69,7 @@ class MaEcho(Fusion):
                     round(moved, 4),
                 ]
             )
-        self.sections = [
+        server.report.append(
             {
                 "title": "MA-Echo, layer by layer",
                 "text": (
@@ -99,11 +90,9 @@ class MaEcho(Fusion):
                     "rows": rows,
                 },
             }
-        ]
-        plain = AverageSettings(weights=self.settings.weights, recalibrate=self.settings.recalibrate)
-        return FedAvg(plain).fuse(
-            Revised(parcels, lambda item: item.weights | answers), proxy=proxy, seed=seed, device=device
         )
+        plain = AverageSettings(weights=self.settings.weights, recalibrate=self.settings.recalibrate)
+        return FedAvg(plain).fuse(Revised(parcels, lambda item: item.weights | answers), server)
 
 
 def echo(

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import islice
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
-from flyby.fusion.base import Fusion, Inbox
+from flyby.fusion.base import Fusion, Server
 from flyby.fusion.predictor import Predictor
 from flyby.fusion.weights.average import AverageSettings, FedAvg
 from flyby.fusion.weights.layers import Revised
 from flyby.models import ModelSpec, Network
+from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 
@@ -58,16 +56,9 @@ class OtFusion(Fusion):
     settings_type = OtSettings
     settings: OtSettings
 
-    def fuse(
-        self,
-        parcels: Inbox,
-        *,
-        proxy: Dataset | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        work: Path | None = None,
-    ) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_spec(self.name)
+        proxy, device = server.proxy, server.device
         if self.settings.cost == "activations" and (proxy is None or len(proxy) == 0):
             raise BadInput(
                 "fusion.cost=activations needs unlabelled images; give them with --proxy PATH, or use"
@@ -75,7 +66,7 @@ class OtFusion(Fusion):
             )
         spec = parcels.manifests[0].spec
         place = max(range(len(parcels)), key=lambda k: parcels.samples[k])  # the first of the largest
-        reference = next(islice(parcels, place, None))
+        reference = parcels.read(place)
         rows = []
 
         def aligned(item: Parcel) -> dict[str, Tensor]:
@@ -85,7 +76,7 @@ class OtFusion(Fusion):
                 orders = match_weights(spec, reference.weights, item.weights, self.settings.rounds)
             else:
                 assert proxy is not None
-                rows_used = torch.randperm(len(proxy), generator=generator(seed, "server", "probe"))[
+                rows_used = torch.randperm(len(proxy), generator=generator(server.seed, "server", "probe"))[
                     : self.settings.probe
                 ].numpy()
                 images = torch.from_numpy(proxy.images[rows_used])
@@ -104,8 +95,8 @@ class OtFusion(Fusion):
             return moved
 
         plain = AverageSettings(weights=self.settings.weights, recalibrate=self.settings.recalibrate)
-        predictor = FedAvg(plain).fuse(Revised(parcels, aligned), proxy=proxy, seed=seed, device=device)
-        self.sections = [
+        predictor = FedAvg(plain).fuse(Revised(parcels, aligned), server)
+        server.report.append(
             {
                 "title": "OT fusion: the matching",
                 "text": (
@@ -114,7 +105,7 @@ class OtFusion(Fusion):
                 ),
                 "table": {"columns": ["site", "neurons", "moved", "distance before", "distance after"], "rows": rows},
             }
-        ]
+        )
         return predictor
 
 

@@ -1,4 +1,4 @@
-"""``flyby study`` and ``flyby report``: grids of runs, and what runs look like on paper."""
+"""``flyby study``: a grid of runs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from typing import Annotated
 import typer
 
 from flyby.commands.common import Device, Json, Quiet, say
-
-
-def report(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of runs.")], as_json: Json = False
-) -> None:
-    """Write (again) the HTML report of a run, or of several side by side."""
-    from flyby.report.report import write_report
-
-    path = write_report(folder)
-    say({"report": str(path)}, as_json, f"report: {path}")
+from flyby.errors import BadInput
 
 
 def study(
-    name: Annotated[str, typer.Argument(help="A study of the folder studies/, or a path to a .yaml.")],
+    name: Annotated[str | None, typer.Argument(help="A path to a .yaml, or a study of --list.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="The studies that come with flyby; nothing is run.")] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder in which the named datasets lie.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the rows and tables.")] = Path("results"),
     work: Annotated[Path, typer.Option(help="Folder for uploads and runs; may be deleted afterwards.")] = Path(
@@ -43,19 +35,32 @@ def study(
 ) -> None:
     """A grid of runs: finished cells are never redone, uploads are shared by all server rules, the table has published
     values beside ours."""
+    from flyby.study.catalogue import read_study, titles
+
+    if listed:
+        found = titles()
+        width = max(map(len, found))
+        say(
+            [{"study": key, "title": title} for key, title in found.items()],
+            as_json,
+            "\n".join(f"{key:<{width}}  {title}" for key, title in found.items()),
+        )
+        return
+    if name is None:
+        raise BadInput("name a study: a path to a .yaml, or one that `flyby study --list` shows")
     from flyby.study.grid import merge as merge_rows
-    from flyby.study.grid import missing, read_study, run_study
+    from flyby.study.grid import missing, run_study
     from flyby.study.tables import write_table
 
     name, grid = read_study(name)
-    merged = merge_rows(results / f"{name}.jsonl", merge) if merge else 0
-    done, left = (
-        (0, len(missing(grid, results / f"{name}.jsonl")))
-        if render
-        else run_study(
-            name, grid, results, work, data_root=data_root, engine=engine, device=device, limit=limit, quiet=quiet
+    rows = results / f"{name}.jsonl"
+    merged = merge_rows(rows, merge) if merge else 0
+    if render:
+        done, left = 0, len(missing(grid, rows))
+    else:
+        done, left = run_study(
+            grid, rows, work, data_root=data_root, engine=engine, device=device, limit=limit, quiet=quiet
         )
-    )
-    table = write_table(name, grid, results)
+    table = write_table(grid, rows)
     facts = {"done": done, "left": left, "merged": merged, "table": str(table)}
     say(facts, as_json, f"{done} cells done, {left} left{f', {merged} rows merged' if merge else ''}; table: {table}")

@@ -2,93 +2,94 @@
 
 The **limit** is the bare step of the same network, batch and precision on tensors that are on the device already: no
 data, no views, no loss but cross-entropy. The **script** is what people usually write: a DataLoader with Pillow
-transforms (``bench_plain``). All loops take turns, each in a process of its own; every number is a median over the
-rounds, every ratio the median of the rounds' ratios.
+transforms (``flyby.bench.script``). All loops take turns, each in a process of its own; every number is a median over
+the rounds, every ratio the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyby.bench.loops import WORK, Loop, Turn, Way, Work, default_workers, loops
+from flyby.bench.loops import WORK, Case, Loop, Turn, Way, default_workers, loops
 from flyby.errors import BadInput, unknown
-from flyby.files import write_json, write_text
-from flyby.runs.config import pick_device
-from flyby.runs.pipeline import hardware, versions
+from flyby.files import write_bytes, write_json, write_text
+from flyby.machine import hardware, pick_device, versions
 
 ROUNDS = 5
 WAYS: tuple[Way, ...] = ("limit", "flyby", "script")
 # AURORA's bare step and ordinary script are SALT's: the same views of the same network.
 STANDS_FOR = {"aurora": "salt"}
 Rates = dict[tuple[str, str], list[Turn]]
+log = logging.getLogger(__name__)
 
 
-def works(
-    device: str = "auto",
-    *,
-    model: str | None = None,
-    size: int | None = None,
-    batch: int | None = None,
-    precision: str = "auto",
-    compile: str = "auto",
-    workers: int | None = None,
-    steps: int | None = None,
-    only: Sequence[str] = (),
-) -> list[Work]:
-    """The loops to measure, with defaults by device: a ResNet-18 on 32x32 images and batches of 512 on a GPU, a small
-    CNN and 64 on a CPU."""
-    device = pick_device(device)
-    gpu = device.startswith("cuda")
-    for name in only:
-        if name not in WORK:
-            raise unknown("work to measure", name, WORK)
-    for name, number in (("--batch", batch), ("--size", size), ("--steps", steps), ("--workers", workers)):
-        if number is not None and number < (0 if name == "--workers" else 2):
-            raise BadInput(f"{name} {number} is too small; give at least {0 if name == '--workers' else 2}")
-    common: dict[str, Any] = {
-        "device": device,
-        "model": model or ("resnet18" if gpu else "cnn-small"),
-        "size": size or (32 if gpu else 16),
-        "batch": batch or (512 if gpu else 64),
-        "precision": precision,
-        "compile": compile,
-        "workers": default_workers() if workers is None else workers,
-        "steps": steps or 20,
-        "script_steps": steps or (100 if gpu else 20),
-    }
-    made = [
-        Work(work=name, way=way, **common)
-        for name in only or WORK
-        for way in WAYS
-        if way == "flyby" or name not in STANDS_FOR or STANDS_FOR[name] not in (only or WORK)
-    ]
-    for work in made:
-        work.spec()  # what cannot be built is refused before anything starts
-    return made
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured; None stands for a default that depends on the device: a ResNet-18 on 32x32 images and
+    batches of 512 on a GPU, a small CNN on 16x16 images and 64 on a CPU."""
+
+    device: str = "auto"
+    model: str | None = None
+    size: int | None = None
+    batch: int | None = None
+    precision: str = "auto"
+    compile: str = "auto"
+    workers: int | None = None
+    steps: int | None = None
+
+    def cases(self, only: Sequence[str] = ()) -> list[Case]:
+        """The loops to measure; what cannot be built is refused before any of them starts."""
+        device = pick_device(self.device)
+        gpu = device.startswith("cuda")
+        for name in only:
+            if name not in WORK:
+                raise unknown("work to measure", name, WORK)
+        for name, least in (("batch", 2), ("size", 2), ("steps", 2), ("workers", 0)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise BadInput(f"--{name} {number} is too small; give at least {least}")
+        common: dict[str, Any] = {
+            "device": device,
+            "model": self.model or ("resnet18" if gpu else "cnn-small"),
+            "size": self.size or (32 if gpu else 16),
+            "batch": self.batch or (512 if gpu else 64),
+            "precision": self.precision,
+            "compile": self.compile,
+            "workers": default_workers() if self.workers is None else self.workers,
+            "steps": self.steps or 20,
+            "script_steps": self.steps or (100 if gpu else 20),
+        }
+        made = [
+            Case(work=name, way=way, **common)
+            for name in only or WORK
+            for way in WAYS
+            if way == "flyby" or name not in STANDS_FOR or STANDS_FOR[name] not in (only or WORK)
+        ]
+        for case in made:
+            case.spec()
+        return made
 
 
-def measure(
-    todo: Sequence[Work], seconds: float, rounds: int = ROUNDS, note: Callable[[str], None] = lambda _: None
-) -> Rates:
+def measure(todo: Sequence[Case], seconds: float, rounds: int = ROUNDS) -> Rates:
     """Turns of all loops, round by round; a loop has about ``seconds`` in all, and one epoch a round at the least."""
     turns: Rates = {}
-    with loops(list(todo), note) as running:
+    with loops(list(todo)) as running:
         for number in range(rounds):
-            note(f"round {number + 1} of {rounds}")
-            for loop in (
-                running if number % 2 == 0 else running[::-1]
-            ):  # there and back: a drifting clock speed favours nobody
+            log.info("bench: round %d of %d", number + 1, rounds)
+            # There and back: a drifting clock speed favours nobody.
+            for loop in running if number % 2 == 0 else running[::-1]:
                 turns.setdefault(key_of(loop), []).append(loop.run(seconds / rounds))
     return turns
 
 
 def key_of(loop: Loop) -> tuple[str, str]:
-    return loop.work.work, loop.work.way
+    return loop.case.work, loop.case.way
 
 
 def table(turns: Rates) -> list[dict[str, Any]]:
@@ -122,13 +123,11 @@ def ratio(mine: Sequence[Turn], other: Sequence[Turn] | None) -> float | None:
     )
 
 
-def bench(todo: Sequence[Work], seconds: float = 5.0, rounds: int = ROUNDS, quiet: bool = False) -> dict[str, Any]:
+def bench(todo: Sequence[Case], seconds: float = 5.0, rounds: int = ROUNDS) -> dict[str, Any]:
     """Measure and describe: what ``flyby bench --json`` answers."""
     if seconds <= 0:
         raise BadInput("--seconds must be above 0; it is the time each loop is measured for")
-    turns = measure(
-        todo, seconds, rounds, lambda text: None if quiet else print(f"bench: {text}", file=sys.stderr, flush=True)
-    )
+    turns = measure(todo, seconds, rounds)
     first = todo[0]
     cost = (
         ratio(turns[("salt", "flyby")], turns[("aurora", "flyby")])
@@ -144,7 +143,7 @@ def bench(todo: Sequence[Work], seconds: float = 5.0, rounds: int = ROUNDS, quie
         **first.model_dump(
             include={"model", "size", "batch", "precision", "compile", "workers", "steps", "script_steps"}
         ),
-        "views": {work.work: work.views.views for work in todo},
+        "views": {case.work: case.views.views for case in todo},
         "seconds": seconds,
         "rounds": rounds,
         "aurora_over_salt": cost,
@@ -183,18 +182,22 @@ def describe(facts: Mapping[str, Any]) -> str:
     views = " and ".join(f"{n} for {w}" for w, n in facts["views"].items())
     cost = facts.get("aurora_over_salt")
     aurora = f" One of its steps takes {cost:.3f} of salt's time." if cost else ""
-    return f"""{facts["model"]}, {facts["size"]}x{facts["size"]}, batch {facts["batch"]}, views {views}; {facts["device"]}, torch {facts["versions"]["torch"]}; precision {facts["precision"]}, compile {facts["compile"]}, {facts["workers"]} DataLoader workers
-
-{markdown(facts["rows"], COLUMNS)}
-
-Samples are images, not views. limit: the bare step on fixed tensors. flyby: train_site, whole epochs. script: DataLoader and Pillow, float32.
-aurora is compared with salt's limit and script.{aurora} Medians of {facts["rounds"]} interleaved rounds."""
+    lines = [
+        f"{facts['model']}, {facts['size']}x{facts['size']}, batch {facts['batch']}, views {views}; {facts['device']},"
+        f" torch {facts['versions']['torch']}; precision {facts['precision']}, compile {facts['compile']},"
+        f" {facts['workers']} DataLoader workers",
+        "",
+        markdown(facts["rows"], COLUMNS),
+        "",
+        "Samples are images, not views. limit: the bare step on fixed tensors. flyby: train_site, whole epochs. script:"
+        " DataLoader and Pillow, float32.",
+        f"aurora is compared with salt's limit and script.{aurora} Medians of {facts['rounds']} interleaved rounds.",
+    ]
+    return "\n".join(lines)
 
 
 def keep(facts: Mapping[str, Any], svg: str, png: bytes, text: str, out: Path, name: str) -> list[Path]:
     """The result as files: JSON, the table, and the figure twice."""
-    from flyby.files import write_bytes
-
     write_json(out / f"{name}.json", facts)
     write_text(out / f"{name}.md", text + "\n")
     write_text(out / f"{name}.svg", svg + "\n")

@@ -3,23 +3,17 @@
 For each single weight, the sites' values theta_1 .. theta_K are sorted, the share ``trim`` is dropped at each end, and
 the rest is averaged: ``trim`` 0.5 leaves the median, 0 the plain mean. One site with wild weights can then do little
 harm.
-
-    python examples/my_method.py run --method fedavg,middle --data digits --clients 5 --alpha 100 --epochs 10 --out
-    runs/middle
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from flyby.cli import main
-from flyby.fusion import FUSIONS, Fusion, FusionSettings, Inbox, Predictor
+from flyby.fusion import Fusion, FusionSettings, Inbox, Predictor, Server
 from flyby.fusion.predictor import Single
-from flyby.runs.methods import METHODS, Method
+from flyby.runs.methods import Method
 
 
 class MedianSettings(FusionSettings):
@@ -37,7 +31,7 @@ class Median(Fusion):
     settings_type = MedianSettings
     settings: MedianSettings
 
-    def fuse(self, parcels: Inbox, **_: Any) -> Predictor:
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_spec(self.name)
         sent = [parcel.weights for parcel in parcels]
         spec = parcels.manifests[0].spec
@@ -57,10 +51,4 @@ def middle(values: Tensor, trim: float) -> Tensor:
     return values.sort(dim=0).values[drop : sites - drop].mean(0)
 
 
-FUSIONS[Median.name] = Median
-METHODS["middle"] = Method(
-    "middle", "supervised", "middle", "cross-entropy at the sites, median of their weights", Median.paper
-)
-
-if __name__ == "__main__":
-    main()
+MINE = Method("mine", "supervised", "middle", "cross-entropy at the sites, median of their weights", Median.paper)

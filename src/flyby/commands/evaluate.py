@@ -1,0 +1,41 @@
+"""``flyby evaluate``: the accuracy of a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flyby.commands.common import Device, Json, Size, Trained, say
+
+
+def evaluate(
+    model: Trained,
+    data: Annotated[str, typer.Option(help="Labelled images; the test split where there is one.")],
+    size: Size = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Accuracy of a model on labelled data, overall and per class."""
+    from flyby.data.sources import load
+    from flyby.fusion import load_predictor
+    from flyby.fusion.evaluation import accuracy, evaluate_dataset, per_class
+    from flyby.machine import pick_device
+
+    predictor = load_predictor(model)
+    bundle = load(data, size=size, holdout=None)
+    judged = bundle.test or bundle.train
+    scores, part = evaluate_dataset(predictor, judged, pick_device(device))
+    by_class = dict(zip(judged.class_names, per_class(scores, part.labels, judged.classes), strict=True))
+    facts = {
+        "model": str(model),
+        "data": data,
+        "images": len(judged),
+        "accuracy": accuracy(scores, part.labels),
+        "per_class": by_class,
+    }
+    lines = [
+        f"accuracy {facts['accuracy']:.4f} on {len(judged)} images",
+        *(f"  {n:<20} {a:.4f}" for n, a in by_class.items() if a is not None),
+    ]
+    say(facts, as_json, "\n".join(lines))

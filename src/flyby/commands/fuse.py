@@ -1,0 +1,76 @@
+"""``flyby fuse``: what the server does, with parcels that are here or still to arrive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flyby.commands.common import (
+    Device,
+    Export,
+    GateOptions,
+    Json,
+    Set,
+    WatchOptions,
+    grouped,
+    note,
+    note_absent,
+    say,
+)
+from flyby.errors import BadInput
+
+
+@grouped
+def fuse(
+    *,
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    parcels: Annotated[list[Path] | None, typer.Argument(help="The .parcel files, one a site.")] = None,
+    watch: Annotated[
+        Path | None,
+        typer.Option(metavar="INBOX", help="Wait until enough parcels lie in this folder, instead of naming them."),
+    ] = None,
+    watching: WatchOptions,
+    fusion: Annotated[
+        str | None, typer.Option(help="The server rule; by default that of the method the parcels were trained by.")
+    ] = None,
+    proxy: Annotated[str | None, typer.Option(help="Unlabelled images, for rules that can use some.")] = None,
+    seed: Annotated[int, typer.Option(help="For rules that draw.")] = 0,
+    export: Export = True,
+    validation: Annotated[
+        str | None, typer.Option(help="Labelled images to judge parcels by: refuse what knows no more than chance.")
+    ] = None,
+    min_sites: Annotated[
+        int | None,
+        typer.Option(min=1, help="Go on without refused parcels if so many are left; by default all must do."),
+    ] = None,
+    entrance: GateOptions,
+    device: Device = "auto",
+    settings: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
+    from flyby.files import sole_writer
+    from flyby.parcels.gate import open_gate
+    from flyby.runs.server import SERVER, Order, fuse_parcels
+
+    waiting = watching.waiting(watch is not None, min_sites if watch else None)
+    if (watch is None) is not bool(parcels):
+        raise BadInput("name the .parcel files, or the folder in which they arrive with --watch INBOX, and not both")
+    least = waiting.quorum.least if waiting else min_sites
+    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device)
+    with sole_writer(out):
+        order.check()
+        came = (
+            waiting.gather(watch, lambda path: open_gate(SERVER, out, **entrance.looking).check(path).manifest)
+            if watch and waiting
+            else None
+        )
+        gate = open_gate(SERVER, out, **entrance.words)
+        paths = came.files(rejected=entrance.quarantine is not None) if came else parcels or []
+        facts = fuse_parcels(paths, order, gate, entrance.ledger)
+    note_absent(came, facts)
+    note([*(one.line for one in gate.refused), *gate.notes])
+    text = f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby"
+    say(facts, as_json, f"{text} evaluate {out} --data PATH")

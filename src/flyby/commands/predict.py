@@ -1,0 +1,34 @@
+"""``flyby predict``: what a model sees in image files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flyby.commands.common import Device, Json, Trained, say
+
+
+def predict(
+    model: Trained,
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Say what is in some images."""
+    import torch
+
+    from flyby.data.sources import read_images
+    from flyby.fusion import load_predictor
+    from flyby.fusion.evaluation import scores_of
+    from flyby.machine import pick_device
+
+    predictor = load_predictor(model)
+    pixels = torch.from_numpy(read_images(images, predictor.channels, predictor.size))
+    chances = predictor.chances(scores_of(predictor, pixels, pick_device(device)))
+    rows = [
+        {"image": str(path), "class": predictor.class_names[int(p.argmax())], "probability": float(p.max())}
+        for path, p in zip(images, chances, strict=True)
+    ]
+    say(rows, as_json, "\n".join(f"{r['image']}: {r['class']} ({r['probability']:.2f})" for r in rows))

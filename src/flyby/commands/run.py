@@ -1,0 +1,111 @@
+"""``flyby run``: a whole federation on one machine."""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flyby.commands.common import (
+    Compiled,
+    Device,
+    Epochs,
+    Fusion,
+    Json,
+    MinSize,
+    Model,
+    Quiet,
+    Seed,
+    Set,
+    Size,
+    compiling,
+    say,
+)
+from flyby.errors import BadInput
+
+
+def run(
+    method: Annotated[
+        str, typer.Option(help="A method of `flyby methods`, or several with commas: a comparison on the same uploads.")
+    ] = "aurora",
+    data: Annotated[
+        str, typer.Option(help="digits, a folder of Parquet files or class folders, an .npz, hf:NAME.")
+    ] = "digits",
+    clients: Annotated[int, typer.Option(help="How many sites.")] = 5,
+    alpha: Annotated[float, typer.Option(help="Dirichlet concentration: .05 very uneven, 100 nearly even.")] = 0.1,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="The run folder.")] = None,
+    split: Annotated[str, typer.Option(help="How the data is divided.")] = "dirichlet",
+    min_size: MinSize = None,
+    model: Model = None,
+    fusion: Fusion = None,
+    rounds: Annotated[int | None, typer.Option(help="FOL: collection rounds.")] = None,
+    buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None,
+    top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None,
+    eval_nodes: Annotated[
+        str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")
+    ] = None,
+    device: Device = "auto",
+    compiled: Compiled = None,
+    size: Size = None,
+    settings: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    track: Annotated[
+        bool, typer.Option("--track", help="Also write TensorBoard event files, one folder a site (extra: track).")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Simulate a whole federation on one machine: split, train every site, fuse, evaluate, report."""
+    from flyby.engines import forkserver
+
+    if forkserver.worth_starting(engine, device):
+        forkserver.start()  # it imports torch for the workers while this process does so for itself
+        atexit.register(forkserver.stop)
+    from flyby.report.track import check_tracking, write_events
+    from flyby.runs.config import make_config
+    from flyby.runs.folder import Run
+    from flyby.runs.methods import METHODS
+    from flyby.runs.pipeline import Options
+    from flyby.study.compare import compare
+
+    if track:
+        check_tracking()
+    names = [name.strip() for name in method.split(",") if name.strip()]
+    if not names:
+        raise BadInput("name a method; `flyby methods` lists them")
+    meetings = {"rounds": rounds, "buffer": buffer, "top": top, "eval_nodes": eval_nodes}
+    if any(v is not None for v in meetings.values()) and not any(METHODS[name].orient for name in names):
+        raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
+    configs = {
+        name: make_config(
+            name,
+            fusion=fusion,
+            seed=seed,
+            data={"name": data, "size": size},
+            model=model,
+            epochs=epochs,
+            assignments=compiling(settings, compiled),
+            orient=meetings,
+            split={"name": split, "clients": clients, "alpha": alpha, "min_size": min_size},
+        )
+        for name in names
+    }
+    folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
+    command = shlex.join(["flyby", *sys.argv[1:]])
+    options = Options(engine=engine, device=device, resume=resume, command=command, quiet=quiet)
+    results = compare(configs, folder, options)
+    several = len(names) > 1
+    for name in names if track else ():
+        write_events(folder / name if several else folder)
+    lines = [*(result.line() for result in results.values()), f"report: {Run(folder).report}"]
+    found = {name: result.to_json() for name, result in results.items()}
+    say(found if several else found[names[0]], as_json, "\n".join(lines))

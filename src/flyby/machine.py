@@ -1,0 +1,65 @@
+"""This machine: its device, its memory, its threads, and the versions that run on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+from flyby import __version__
+from flyby.errors import BadInput, unknown
+
+
+def pick_device(name: str = "auto") -> str:
+    """``cuda`` where there is one, else ``cpu``."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise BadInput("there is no CUDA device here; use --device cpu")
+    if not (name == "cpu" or name.startswith("cuda")):
+        raise unknown("device", name, ("auto", "cpu", "cuda"))
+    return name
+
+
+def one_thread() -> None:
+    """One thread per site on a CPU: sums are then taken in one order, so that every engine gives the same bytes."""
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@contextmanager
+def as_a_site(device: str) -> Iterator[None]:
+    """In here a CPU computes as it does for a site that trains."""
+    threads = torch.get_num_threads()
+    if device == "cpu":
+        one_thread()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def versions() -> dict[str, str]:
+    return {
+        "flyby": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+def hardware(device: str) -> str:
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name()} ({os.cpu_count()} CPU cores)"
+    return f"{os.cpu_count()} CPU cores ({platform.machine()})"
+
+
+def peak_memory_mb() -> float:
+    """The largest resident size of this process, or of a child that has ended."""
+    both = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(who).ru_maxrss for who in both) / 1024

@@ -1,0 +1,115 @@
+"""The noun ``Inbox``: the parcels that a rule may use together, in one order and about the same classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from flyby.errors import BadInput
+from flyby.models import Network
+from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of
+from flyby.names import natural
+from flyby.parcels import parcel
+from flyby.parcels.parcel import Manifest, Parcel
+
+
+class Inbox:
+    """Parcels in sender order. Manifests are at hand; tensors are read when they are asked for, one parcel at a time.
+
+    What was read is kept where all parcels together take at most half of ``IN_MEMORY`` (the networks made of them take
+    as much again), so that no file is read twice; larger ones are read anew each time, and one of them is held.
+    """
+
+    def __init__(self, sources: Iterable[Path | str | Parcel]) -> None:
+        items = [s if isinstance(s, Parcel) else Path(s) for s in sources]
+        if not items:
+            raise BadInput("there are no parcels to fuse; name .parcel files")
+        pairs = [(parcel.read_manifest(s) if isinstance(s, Path) else s.manifest, s) for s in items]
+        pairs.sort(key=lambda pair: natural(pair[0].sender))
+        self.manifests: list[Manifest] = [m for m, _ in pairs]
+        self.sources: list[Path | Parcel] = [s for _, s in pairs]
+        self._agree()
+        self._keeps = sum(parcel.decoded_bytes(m) for m, s in pairs if isinstance(s, Path)) <= IN_MEMORY // 2
+        self._kept: dict[int, Parcel] = {}
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[Parcel]:
+        return (self.read(place) for place in range(len(self)))
+
+    def read(self, place: int) -> Parcel:
+        """One parcel with its tensors."""
+        source = self.sources[place]
+        if isinstance(source, Parcel):
+            return source
+        if place in self._kept:
+            return self._kept[place]
+        item = parcel.read(source)
+        if self._keeps:
+            self._kept[place] = item
+        return item
+
+    def networks(self) -> list[Network] | Shelf:
+        """All networks, for ensembles that let their members speak one at a time: those that together are too large
+        stay in their parcels."""
+        if sum(bytes_of(m.spec) for m in self.manifests) <= IN_MEMORY:
+            return [item.network() for item in self]
+        return Shelf(len(self), lambda place: self.read(place).network())
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.manifests[0].class_names
+
+    @property
+    def samples(self) -> list[int]:
+        return [m.samples for m in self.manifests]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Class counts [K, C]; an error names the first sender that did not share them."""
+        for manifest in self.manifests:
+            if manifest.counts is None:
+                raise BadInput(
+                    f"{manifest.sender} did not share its class counts, which this fusion needs; use fedavg or ensemble"
+                )
+        return torch.tensor([m.counts for m in self.manifests], dtype=torch.float64)
+
+    def _agree(self) -> None:
+        first = self.manifests[0]
+        seen: set[str] = set()
+        for m in self.manifests:
+            if m.sender in seen:
+                raise BadInput(f"two parcels come from {m.sender!r}; each participant sends exactly one")
+            seen.add(m.sender)
+            if m.class_names != first.class_names:
+                raise BadInput(
+                    f"{m.sender} and {first.sender} name different classes; parcels can only be fused over the same"
+                    " classes"
+                )
+            if (m.spec.size, m.spec.channels) != (first.spec.size, first.spec.channels):
+                raise BadInput(
+                    f"{m.sender} takes {m.spec.size}x{m.spec.channels} images, {first.sender}"
+                    f" {first.spec.size}x{first.spec.channels}; they cannot be fused"
+                )
+
+    def same_spec(self, rule: str) -> None:
+        """Refuse mixed architectures, for rules that combine weights."""
+        first = self.manifests[0]
+        for m in self.manifests:
+            if m.spec != first.spec:
+                raise BadInput(
+                    f"{rule} needs one architecture, but {m.sender} sent {m.spec.name} and {first.sender}"
+                    f" {first.spec.name} (or other widths or head); use ensemble"
+                )
+
+    def same_features(self, rule: str) -> None:
+        """Refuse features of different widths, for rules that add features up (heads and architectures may differ)."""
+        dims = {m.spec.skeleton().feature_dim: m.sender for m in self.manifests}
+        if len(dims) > 1:
+            (a, one), (b, other) = list(dims.items())[:2]
+            raise BadInput(
+                f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts"
+            )

@@ -1,0 +1,118 @@
+"""What the report knows of a run: the files of its folder, read with care."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flyby.drawing import clean
+from flyby.errors import BadInput
+from flyby.files import read_json
+from flyby.report.page import natural, number
+
+RESULT, CONFIG, SPLIT, LEDGER, EXTRA = "result.json", "config.json", "split.json", "ledger.json", "extra.json"
+METRICS, NODES, EVENTS, REPORT = "metrics.jsonl", "nodes", "tensorboard", "report.html"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What the report knows of one run: its name (the folder's) and the contents of its files, empty where a file is
+    absent."""
+
+    name: str
+    result: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    split: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    ledger: dict[str, Any] = field(default_factory=dict)
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> RunData:
+        def whole(name: str, kind: type) -> Any:
+            return read_as(folder / name, kind) if (folder / name).exists() else kind()
+
+        result = read_as(folder / RESULT, dict)
+        return cls(
+            folder.resolve().name,
+            result,
+            whole(CONFIG, dict),
+            whole(SPLIT, dict),
+            read_rows(folder / METRICS),
+            whole(LEDGER, dict),
+            whole(EXTRA, list),
+            read_nodes(folder / NODES, result.get("per_client") or {}),
+        )
+
+    @property
+    def split_hash(self) -> str:
+        return clean(self.result.get("split_hash") or self.split.get("hash") or "")
+
+    @property
+    def accuracy(self) -> float | None:
+        return number(self.result.get("accuracy"))
+
+    @property
+    def seconds(self) -> float | None:
+        seconds = self.result.get("seconds")
+        return number(seconds.get("total") if isinstance(seconds, dict) else seconds)
+
+    def scores(self, key: str) -> dict[str, float | None]:
+        """One of the result's name-to-accuracy tables, in natural order."""
+        table = self.result.get(key)
+        return {name: number(table[name]) for name in sorted(table, key=natural)} if isinstance(table, dict) else {}
+
+    def counts(self) -> dict[str, list[int]]:
+        counts = self.split.get("counts") or {}
+        return {site: [int(n) for n in counts[site]] for site in sorted(counts, key=natural)}
+
+    def class_names(self) -> list[str]:
+        width = max((len(row) for row in self.counts().values()), default=0)
+        names = [str(name) for name in self.split.get("class_names") or []]
+        return names + [str(index) for index in range(len(names), width)]
+
+    def per_class(self) -> dict[str, float | None]:
+        """Accuracy by class name; a result may key its classes by name or by index."""
+        scores, names = self.scores("per_class"), self.class_names()
+        if all(key in names for key in scores):
+            return {name: scores[name] for name in names if name in scores}
+        return {
+            names[int(key)] if key.isdigit() and int(key) < len(names) else key: value for key, value in scores.items()
+        }
+
+
+def read_as(path: Path, kind: type) -> Any:
+    value = read_json(path)
+    if not isinstance(value, kind):
+        raise BadInput(
+            f"{path} does not hold a JSON {'object' if kind is dict else 'list'}; run `flyby run` again to write it"
+            " anew"
+        )
+    return value
+
+
+def read_nodes(folder: Path, judged: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What was measured at the judged nodes of a population, in the result's order."""
+    there = {path.stem: path for path in folder.glob("*.json")}
+    return {name: read_as(there[name], dict) for name in judged if name in there}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file; a last line cut short (an interrupted run) is passed over, any other damage is an
+    error."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    rows = []
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except ValueError:
+            if i == len(lines):
+                break
+            raise BadInput(f"{path} line {i} is not JSON; mend or remove that line") from None
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

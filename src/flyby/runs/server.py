@@ -1,0 +1,209 @@
+"""What a server does: let parcels in, fuse them once, keep the model. A real one and a simulated one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flyby.data.dataset import DataBundle, Dataset
+from flyby.data.settings import DataSettings
+from flyby.data.site import Part, part_of
+from flyby.data.sources import load
+from flyby.data.splits import Split
+from flyby.errors import BadInput, unknown
+from flyby.files import atomic_folder, digest, file_digest
+from flyby.fusion import FUSIONS, Fusion
+from flyby.fusion.base import Server
+from flyby.fusion.predictor import save_predictor
+from flyby.machine import pick_device
+from flyby.parcels.gate import Gate, Refused, remember
+from flyby.parcels.inbox import Inbox
+from flyby.parcels.ledger import Ledger
+from flyby.parcels.parcel import Manifest
+from flyby.runs.config import RunConfig
+from flyby.runs.methods import rule_for
+from flyby.settings import build, parse_assignment
+
+SERVER = "server"
+
+
+# -- simulated
+
+
+def entrance(
+    admission: str, sent: Inbox, paths: Sequence[Path], liars: Sequence[str], clean: Part | None, device: str
+) -> tuple[Inbox, Ledger, dict[str, Any]]:
+    """What a simulated server takes in: the parcels, the ledger of their crossings, and whom its gate refused, where it
+    has one."""
+    facts: dict[str, Any] = {"malicious": list(liars)} if liars or admission != "none" else {}
+    if admission == "none":
+        ledger = Ledger()
+        senders = {source: m.sender for source, m in zip(sent.sources, sent.manifests, strict=True)}
+        for path in paths:
+            ledger.record(senders[path], SERVER, path.stat().st_size, file_digest(path))
+        return sent, ledger, facts
+    gate = Gate(None, receiver=SERVER)
+    for path in paths:
+        gate.try_check(path)
+    let_in = [Path(str(one.source)) for one in gate.settle(validation=clean, device=device)]
+    if not let_in:
+        raise BadInput(f"the gate refused all {len(sent)} parcels; the first: {gate.refused[0].reason}")
+    refused = [{**one.row(), "malicious": one.sender in liars} for one in gate.refused]
+    return Inbox(let_in), gate.ledger, facts | {"refused": refused}
+
+
+def held_out(bundle: DataBundle, split: Split) -> Dataset:
+    """The sites' validation parts together: labelled images that nobody trained on, which a server might own."""
+    rows = np.concatenate([share.val for share in split.shares.values()])
+    if not len(rows):
+        raise BadInput("there are no held-out images for the server; keep some back with --set split.val=0.1")
+    data = bundle.train
+    return Dataset(data.images[rows], data.labels[rows], data.class_names, digest([data.digest, rows.tolist()]))
+
+
+def proxy_of(config: RunConfig, bundle: DataBundle, split: Split) -> Dataset | None:
+    """The named proxy images (``held-out``: the sites' validation parts); none of them may be a test image, whatever
+    file they came from."""
+    if config.proxy is None:
+        return None
+    if config.proxy == "held-out":
+        return held_out(bundle, split)
+    proxy, data = DataSettings(name=config.proxy, holdout=0.0).load().train, bundle.train
+    if proxy.size != data.size:
+        proxy = DataSettings(name=config.proxy, size=data.size[0], holdout=0.0).load().train
+    if (proxy.size, proxy.channels) != (data.size, data.channels):
+        raise BadInput(
+            f"the proxy images are {proxy.size}x{proxy.channels}, the data's {data.size}x{data.channels}; name others"
+        )
+    if bundle.test is not None:
+        known = {image.tobytes() for image in bundle.test.images}
+        seen = sum(image.tobytes() in known for image in proxy.images)
+        if seen:
+            raise BadInput(
+                f"{seen} of the {len(proxy)} proxy images are test images; test data may choose nothing, so name other"
+                " images"
+            )
+    return proxy
+
+
+# -- real
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a real server was asked to make: the rule (None: that of the parcels' own method) and its settings, and what
+    it may use. ``min_sites`` parcels are enough where some are refused; without it one refusal ends the work.
+    ``validation`` names labelled images to judge parcels by."""
+
+    out: Path
+    rule: str | None = None
+    assignments: Sequence[str] = ()
+    proxy: str | None = None
+    validation: str | None = None
+    min_sites: int | None = None
+    seed: int = 0
+    export: bool = True
+    device: str = "auto"
+
+    def check(self) -> None:
+        """All that can be wrong before any parcel is there: nobody waits for hours to hear of a misspelt word."""
+        if self.out.is_dir() and any(self.out.iterdir()) and not (self.out / "model.json").exists():
+            raise BadInput(f"{self.out} holds something else than a fused model; name a new folder with --out")
+        if self.rule is not None:
+            rule_named(self.rule, self.assignments)
+
+
+def rule_named(rule: str, assignments: Iterable[str] = ()) -> Fusion:
+    """The server rule with its settings."""
+    kind = FUSIONS[rule]
+    known, values = kind.settings_type.model_fields, {}
+    for text in assignments:
+        key, value = parse_assignment(text)
+        name = key.removeprefix("fusion.")
+        if name not in known:
+            raise unknown(f"{rule} setting", name, known) if known else BadInput(f"{rule} has no settings")
+        values[name] = value
+    return kind(build(kind.settings_type, values, "fusion"))
+
+
+def fuse_parcels(
+    paths: Sequence[Path], order: Order, gate: Gate | None = None, ledger: Path | None = None
+) -> dict[str, Any]:
+    """``flyby fuse``: parcels to a deployable folder, each counted once in its ledger. All come through the ``gate``,
+    which may hold some already; ``ledger`` is the file that remembers crossings from one fusion to the next."""
+    order.check()
+    gate, out, device = gate or Gate(receiver=SERVER), order.out, pick_device(order.device)
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise BadInput(f"{path} is named twice; each participant sends exactly one parcel")
+        gate.try_check(path)
+    _enough(gate, order.min_sites)
+    typical = gate.typical()
+    fusion = rule_named(order.rule or rule_for(one.manifest.method for one in gate.waiting), order.assignments)
+    images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
+    judges = _judges(order.validation, typical) if order.validation else None
+    alike = None if fusion.heterogeneous else fusion.name
+    gate.settle(judges, device, like=typical if judges else None, rule=alike)
+    _enough(gate, order.min_sites)
+    inbox = Inbox(one.source for one in gate.waiting)
+    work = out.parent / f".{out.name}.server"
+    predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
+    shutil.rmtree(work, ignore_errors=True)
+    gate.unchanged()
+    senders = ", ".join(m.sender for m in inbox.manifests[:20])
+    card = {"fusion": fusion.name, "sites": len(inbox), "senders": senders, "samples": sum(inbox.samples)}
+    with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
+        save_predictor(predictor, folder, card, export=order.export)
+        gate.ledger.save(folder / "ledger.json")
+    remember(gate, ledger)
+    return {
+        "out": str(out),
+        "kind": predictor.kind,
+        "fusion": fusion.name,
+        "sites": len(inbox),
+        "bytes_up": gate.ledger.bytes_up(SERVER),
+        "files": sorted(p.name for p in out.iterdir()),
+        "signers": {one.manifest.sender: one.signer for one in gate.waiting},
+        "refused": [one.row() for one in gate.refused],
+        "notes": gate.notes,
+    }
+
+
+def _enough(gate: Gate, least: int | None) -> None:
+    """Without a number all who came must be let in, so that nobody is left out unnoticed."""
+    there, first = len(gate.waiting), next(iter(gate.refused), None)
+    if there >= (least or 1) and (least is not None or first is None):
+        return
+    gate.isolate()
+    if first is None:
+        raise BadInput(
+            f"there are {there} parcels to fuse, fewer than --min-sites {least}"
+            if there
+            else "there are no parcels to fuse; name .parcel files"
+        )
+    if least is None:
+        others = len(gate.refused) - 1
+        raise Refused(first.reason + (f" (and {others} more refused)" if others else ""), first.stage)
+    raise Refused(
+        f"{there} parcels were let in, fewer than --min-sites {least}, and {len(gate.refused)} refused; the first:"
+        f" {first.reason}",
+        first.stage,
+    )
+
+
+def _judges(name: str, like: Manifest) -> Part:
+    """Labelled images by which parcels are judged: a source's validation split, or else its training images; its test
+    images choose nothing."""
+    bundle = load(name, size=like.spec.size[0])
+    data = bundle.validation or bundle.train
+    if data.class_names != like.class_names or data.channels != like.spec.channels:
+        raise BadInput(
+            f"--validation {name} has other classes or images than the parcels; name labelled images like those they"
+            " were trained on"
+        )
+    return part_of(data)

@@ -1,0 +1,54 @@
+"""The noun ``Recipe``: all that decides an upload, resolved and typed. It travels whole to every process and
+machine."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+
+from flyby.data.views import ViewSettings
+from flyby.files import digest
+from flyby.models import ModelSpec
+from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
+from flyby.settings import build
+from flyby.training.privacy import check_privacy
+from flyby.training.settings import Counts, TrainSettings
+
+
+class Recipe(BaseModel):
+    """All that decides a site's upload: two sites or two runs with equal recipes and equal data send equal bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: ModelSpec
+    objective: str
+    objective_settings: SerializeAsAny[ObjectiveSettings]
+    train: TrainSettings
+    views: ViewSettings
+    seed: int
+    codec: str = "fp32"
+    counts: Counts = Field("exact", description="what a site tells about its classes: exact, noisy or binary counts")
+    epsilon: float = Field(1.0, gt=0, description="how exact noisy counts are")
+
+    @field_validator("objective_settings", mode="before")
+    @classmethod
+    def _typed(cls, value: Any, info: ValidationInfo) -> Any:
+        """JSON comes back as the settings of the named objective."""
+        kind = OBJECTIVES[info.data["objective"]]
+        return build(kind.settings_type, value, "objective") if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _private(self) -> Self:
+        check_privacy(
+            self.spec, OBJECTIVES[self.objective], self.objective_settings, self.train, self.views, self.counts
+        )
+        return self
+
+    def make_objective(self) -> Objective:
+        """The local loss, with its settings."""
+        return OBJECTIVES[self.objective](self.objective_settings)
+
+    def key(self, origin: str) -> str:
+        """The name of an upload: this recipe over the data that ``origin`` names."""
+        return digest({"recipe": self.model_dump(mode="json"), "split": origin})

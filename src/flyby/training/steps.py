@@ -1,0 +1,130 @@
+"""One epoch of training: its batches, the step, and what is measured after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flyby.data.site import Part
+from flyby.models import ModelSpec, Network
+from flyby.models.networks import ARCHITECTURES
+from flyby.objectives.base import Batch, Objective
+from flyby.training.graphs import Captured, one_shape
+from flyby.training.settings import TrainSettings
+
+WORTH_COMPILING = 4_000_000  # views of 32x32 pixels
+
+
+class Step:
+    """What is done with a batch: views, loss, gradient, update, and the sums of the loss's terms. On a GPU it is
+    replayed as one graph. ``view`` turns images into ``views`` augmented copies of each, drawn from ``rng``."""
+
+    def __init__(
+        self,
+        model: Network,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        train: Part,
+        view: Callable[[Tensor], Tensor],
+        settings: TrainSettings,
+        views: int,
+        rng: torch.Generator | None = None,
+    ) -> None:
+        self.model, self.objective, self.optimizer, self.train, self.view = model, objective, optimizer, train, view
+        self.settings, self.views = settings, views
+        self.device = train.images.device
+        self.progress = torch.zeros((), device=self.device)
+        self.names: list[str] = []
+        self.steps = 0
+        self.totals = torch.zeros(0, device=self.device)
+        recorded = self.device.type == "cuda" and settings.compile != "off"
+        self.captured = Captured(() if rng is None else (rng,)) if recorded else None
+        self.trainable = [[p for p in module.parameters() if p.requires_grad] for module in (model, objective)]
+
+    def __call__(self, rows: Tensor) -> None:
+        self.steps += 1
+        if self.captured is None:
+            self.take(rows)
+        else:
+            self.captured(self.take, rows)
+
+    def take(self, rows: Tensor) -> None:
+        batch = Batch(self.view(self.train.images[rows]), self.train.labels[rows].repeat(self.views), self.views)
+        with autocast(self.settings.precision, self.device):
+            terms = self.objective.loss(self.model, batch, self.progress)
+        self.optimizer.zero_grad(set_to_none=True)
+        terms.total.backward()  # type: ignore[no-untyped-call]
+        if self.settings.clip is not None:
+            for parameters in self.trainable:  # the objective's own parameters are clipped by themselves
+                nn.utils.clip_grad_norm_(parameters, self.settings.clip)
+        self.optimizer.step()
+        self.objective.after_step(self.model, terms, self.progress)
+        values = torch.stack([terms.total.detach().float(), *(p.detach().float() for p in terms.parts.values())])
+        if not self.names:
+            self.names, self.totals = ["loss", *terms.parts], torch.zeros_like(values)
+        self.totals.add_(values)
+
+    def means(self) -> dict[str, float]:
+        """The mean of every loss term over the epoch, read from the device once."""
+        return dict(zip(self.names, (self.totals / self.steps).tolist(), strict=True))
+
+
+def one_epoch(step: Step, order: Iterator[Tensor], progress: float) -> None:
+    """The hot loop: one pass over the data. Nothing in it waits for the device."""
+    step.progress.fill_(progress)
+    step.totals.zero_()
+    step.steps = 0
+    with one_shape():
+        for rows in order:
+            step(rows)
+
+
+def batches(samples: int, batch: int, rng: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+    """Rows of one epoch, all of one length: a fresh permutation, its beginning repeated to fill the last batch (2 rows
+    at the least, for BatchNorm)."""
+    batch = max(2, min(batch, samples))
+    steps = math.ceil(samples / batch)
+    order = torch.randperm(samples, generator=rng)
+    order = order[torch.arange(steps * batch) % samples].view(steps, batch).to(device)
+    yield from order.unbind(0)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """bf16 where it is asked for, or where ``auto`` meets a GPU."""
+    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def fully_compiled(settings: TrainSettings, spec: ModelSpec, device: torch.device, views: float = math.inf) -> bool:
+    """Whether the network itself is compiled, once for all sites of a process. ``auto``: where the architecture is
+    worth it and will see so many ``views``: compiling takes half a minute, and saves a quarter of every step (BatchNorm
+    and what is around it in fewer passes)."""
+    long = views * spec.size[0] * spec.size[1] / 1024 >= WORTH_COMPILING and ARCHITECTURES[spec.name].worth_compiling
+    return device.type == "cuda" and (settings.compile == "full" or (settings.compile == "auto" and long))
+
+
+def finite(*modules: nn.Module) -> bool:
+    """Whether every floating number of the modules is finite: a last step can throw the weights out after a finite
+    loss."""
+    tensors = [t for module in modules for t in module.state_dict().values() if t.is_floating_point()]
+    return bool(nn.utils.get_total_norm(tensors, norm_type=math.inf).isfinite())
+
+
+@torch.no_grad()
+def evaluate_part(model: Network, part: Part, precision: str, device: torch.device) -> dict[str, float]:
+    """Mean cross-entropy and accuracy on a part of a site's own data."""
+    model.eval()
+    loss, right = torch.zeros((), device=device), torch.zeros((), device=device)
+    for images, labels in zip(torch.split(part.images, 512), torch.split(part.labels, 512), strict=True):
+        with autocast(precision, device):
+            logits = model(model.spec.prepare(images)).float()
+        loss += F.cross_entropy(logits, labels, reduction="sum")
+        right += (logits.argmax(1) == labels).sum()
+    return {"val_loss": float(loss) / len(part), "val_accuracy": float(right) / len(part)}
