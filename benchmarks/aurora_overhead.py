@@ -19,7 +19,9 @@ from flyby.data.views import SALT, augment
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES
 from flyby.rng import generator
-from flyby.training.loop import Step, TrainSettings, batches, make_optimizer, one_epoch
+from flyby.training.optim import make_optimizer
+from flyby.training.settings import TrainSettings
+from flyby.training.steps import Step, batches, one_epoch
 
 
 def main() -> None:

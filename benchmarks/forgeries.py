@@ -22,21 +22,24 @@ from flyby.parcels.codecs import CODECS, DTYPES
 START = 28  # bytes before the manifest
 HUGE = {"fc1": 65536, "fc2": 65536}  # a network of 16 GiB
 BIDI = "site-\u202elecrap.\u202c"
-# fmt: off
 NUMBERS: list[Any] = [
-    0, 1, -1, 2, 3, 7, 127, 128, 255, 256, 2**15, 2**16, 2**31, 2**32 - 1, 2**48, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**4000,
-    0.0, -0.0, 0.5, 1e-320, 1e308, 3.4e38,
+    *(0, 1, -1, 2, 3, 7, 127, 128, 255, 256, 2**15, 2**16, 2**31, 2**32 - 1, 2**48, 2**53 + 1, 2**63 - 1, 2**63, 2**64),
+    *(-(2**63), 10**30, 10**4000, 0.0, -0.0, 0.5, 1e-320, 1e308, 3.4e38),
 ]
 WORDS: list[Any] = [
-    "", "\0", "\n", "..", "../../x", "/etc/passwd", "C:\\x", ".", "é", BIDI, "a" * 300, "x" * 70_000, "\x1b[31m", "__class__", "extra::a", "a::scale",
-    "extra::", "int8", "int4", "fp16", "F64", "BOOL", "I8", "F8_E4M3", *ARCHITECTURES, *HEADS,
+    *("", "\0", "\n", "..", "../../x", "/etc/passwd", "C:\\x", ".", "é", BIDI, "a" * 300, "x" * 70_000, "\x1b[31m"),
+    *("__class__", "extra::a", "a::scale", "extra::", "int8", "int4", "fp16", "F64", "BOOL", "I8", "F8_E4M3"),
+    *ARCHITECTURES,
+    *HEADS,
 ]
-THINGS: list[Any] = [None, True, False, [], {}, [[]], [0], {"a": 0}, [0] * 20, [1] * 300, {"$ref": "#"}, [None], ["a", "b"]]
+THINGS: list[Any] = [
+    *(None, True, False, [], {}, [[]], [0], {"a": 0}, [0] * 20, [1] * 300, {"$ref": "#"}, [None], ["a", "b"]),
+]
 TOKENS = [
-    b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"0", b"9" * 30, b"1" + b"0" * 10_000, b"1e400", b"1E2", b"-0", b"1.0", b"null", b"true", b"NaN",
-    b"Infinity", b"-Infinity", b"\\u0000", b"\\ud800", b"\xff", b"\xef\xbb\xbf", b"\0", b"[" * 3000, b'{"a":' * 3000, b'"F16"', b"::scale", b" ",
+    *(b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"0", b"9" * 30, b"1" + b"0" * 10_000, b"1e400", b"1E2", b"-0"),
+    *(b"1.0", b"null", b"true", b"NaN", b"Infinity", b"-Infinity", b"\\u0000", b"\\ud800", b"\xff", b"\xef\xbb\xbf"),
+    *(b"\0", b"[" * 3000, b'{"a":' * 3000, b'"F16"', b"::scale", b" "),
 ]
-# fmt: on
 
 
 def honest() -> list[bytes]:

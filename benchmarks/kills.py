@@ -39,13 +39,12 @@ from sklearn.datasets import load_digits
 
 import flyby.engines.preload
 import flyby.report.write
-import flyby.runs.population
-import flyby.runs.single  # noqa: F401
+import flyby.runs.pipeline  # noqa: F401
 from flyby import cli
 from flyby.parcels import parcel
-from flyby.training.loop import loop as training
+from flyby.training import checkpoint
 
-training.CHECKPOINT_SECONDS = training.CHECKPOINT_SHARE = 0.0  # at import, so that worker processes do it too
+checkpoint.SECONDS = checkpoint.SHARE = 0.0  # at import, so that worker processes do it too
 
 WAIT = 300.0
 TIMED = {

@@ -33,7 +33,8 @@ from flyby.data.views import PLAIN
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES
 from flyby.rng import generator
-from flyby.training.loop import TrainSettings, train_site
+from flyby.training.loop import train_site
+from flyby.training.settings import TrainSettings
 
 MAX_RATIO = 1.05
 MAX_HELP = 1.0

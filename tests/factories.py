@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,22 @@ import torch
 
 from flyby import cli
 from flyby.data.site import Part, Site
-from flyby.data.views import PLAIN
+from flyby.data.splits import make_split
+from flyby.data.views import PLAIN, ViewSettings
+from flyby.engines.jobs import Job
 from flyby.models import ModelSpec
+from flyby.objectives.base import Objective
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.orient import OrientSettings
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
-from flyby.training.loop import TrainSettings, train_site
+from flyby.runs.config import make_config, plan
+from flyby.runs.folder import Run
+from flyby.runs.site import jobs_of as sites_jobs
+from flyby.training import loop
+from flyby.training.loop import Pausing, Trained
+from flyby.training.recipe import Recipe
+from flyby.training.settings import TrainSettings
 
 Pixels = npt.NDArray[np.uint8]
 NAMES = ("cat", "dog", "owl")
@@ -285,6 +294,43 @@ def small_spec(
     return ModelSpec(name=name, classes=classes, channels=1, size=(size, size), width=width, **more)  # type: ignore[arg-type]
 
 
+def recipe_of(
+    spec: ModelSpec, objective: Objective, settings: TrainSettings, views: ViewSettings, seed: int, **rest: Any
+) -> Recipe:
+    """A recipe from its parts."""
+    chosen = objective.settings
+    return Recipe(
+        spec=spec, objective=objective.name, objective_settings=chosen, train=settings, views=views, seed=seed, **rest
+    )
+
+
+def training(
+    site: Site,
+    spec: ModelSpec,
+    objective: Objective,
+    settings: TrainSettings,
+    views: ViewSettings,
+    seed: int,
+    **rest: Any,
+) -> Pausing[Trained]:
+    """``flyby.training.loop.training`` under this very objective, which a test may have made its own."""
+    how = {name: rest.pop(name) for name in ("device", "folder", "on_epoch", "method") if name in rest}
+    site = replace(site, real=not rest.pop("simulated", True))
+    recipe = recipe_of(spec, objective, settings, views, seed, **rest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recipe, "make_objective", lambda _: objective)
+        going = loop.training(site, recipe, **how)
+        try:
+            first = next(going)
+        except StopIteration as end:
+            return end.value
+    yield first
+    return (yield from going)
+
+
+train_site = loop.at_once(training)
+
+
 def trained(
     site: Site, spec: ModelSpec | None = None, epochs: int = 6, sender: str | None = None, lr: float = 0.05
 ) -> Parcel:
@@ -340,3 +386,22 @@ def quick(**changes: object) -> OrientSettings:
         "diagnostics": False,
     }
     return OrientSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+SETTINGS = ("model.width=0.25", "train.batch=16")
+
+
+def jobs_of(data: Path, out: Path, *assignments: str, epochs: int = 2, codec: str = "fp32") -> list[Job]:
+    """The three jobs of a small run, as ``flyby run`` would make them."""
+    split: dict[str, Any] = {"name": "iid", "clients": 3}
+    config = make_config(
+        "fedavg",
+        data={"name": str(data)},
+        split=split,
+        epochs=epochs,
+        assignments=[*SETTINGS, f"codec={codec}", *assignments],
+    )
+    bundle = config.data.load()
+    made = make_split(bundle.train, config.split, config.seed)
+    made.save(out / "split.json")
+    return sites_jobs(plan(config, bundle), made, Run(out), "cpu", None)

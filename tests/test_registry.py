@@ -148,7 +148,7 @@ PLUG = '''
 import numpy as np
 from torch import nn
 
-from flyby.data.cache import Contents, Part
+from flyby.data.cache import Contents, SourceSplit
 from flyby.data.sources import Source
 from flyby.fusion import Fusion
 from flyby.fusion.predictor import Single
@@ -182,7 +182,7 @@ def build(shape, widths):
 def noise(size, column):
     """three classes of nothing"""
     images, labels = np.zeros((6, 4, 4, 1), np.uint8), np.arange(6) % 3
-    part = Part("train", labels, lambda: iter([list(images)]), str)
+    part = SourceSplit("train", labels, lambda: iter([list(images)]), str)
     return Source({}, {"kind": "noise"}, lambda: Contents([part], ["a", "b", "c"]), size)
 
 

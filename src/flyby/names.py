@@ -11,8 +11,7 @@ from pydantic import Field
 from flyby.errors import BadInput
 
 LONGEST = 128
-INSIDE = "A-Za-z0-9._:@+-"
-PATTERN = rf"(?!\.)[{INSIDE}]{{1,{LONGEST}}}"
+PATTERN = r"[A-Za-z0-9_:@+-][A-Za-z0-9._:@+-]{0,127}"
 
 Name = Annotated[str, Field(pattern=f"^{PATTERN}$")]
 """A participant's name as it stands in parcels and ledgers: printable, without spaces, slashes or a first dot (``..``
@@ -29,7 +28,12 @@ def check_name(name: str) -> None:
 
 def as_name(text: str) -> str:
     """A name for whatever a column of data calls a site: what no name may hold becomes a dash."""
-    return re.sub(rf"[^{INSIDE}]|^\.", "-", text)[:LONGEST] or "-"
+    return re.sub(r"[^A-Za-z0-9._:@+-]|^\.", "-", text)[:LONGEST] or "-"
+
+
+def printable(text: str) -> str:
+    """A stranger's words without control characters, escape sequences or turned writing direction."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def natural(name: str) -> tuple[list[tuple[int, int, str]], str]:

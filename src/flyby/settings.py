@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from flyby.errors import BadInput, unknown
+from flyby.names import printable
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Complaint(NamedTuple):
+    """What pydantic has against a value: where it stands, why it will not do, pydantic's word for that, and the value
+    where it was asked for."""
+
+    place: str
+    reason: str
+    kind: str
+    value: Any = None
+
+
+def complaint(error: ValidationError, *, value: bool = False) -> Complaint:
+    """The first of pydantic's complaints. Without ``value`` what stood there is not touched: a stranger's may be
+    large."""
+    first = error.errors(include_url=False, include_context=False, include_input=value)[0]
+    place = printable(".".join(str(part) for part in first["loc"]))
+    return Complaint(place, first["msg"].removeprefix("Value error, "), first["type"], first.get("input"))
+
+
+def sentence(error: ValidationError) -> str:
+    """The first of pydantic's complaints as one phrase: ``place: reason``."""
+    first = complaint(error)
+    return f"{first.place}: {first.reason}" if first.place else first.reason
 
 
 def build(kind: type[Model], values: Mapping[str, Any], where: str) -> Model:
@@ -18,12 +43,10 @@ def build(kind: type[Model], values: Mapping[str, Any], where: str) -> Model:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        name, reason, why, value = complaint(error, value=True)
+        if why == "extra_forbidden":
             raise unknown(f"{where} setting", name, kind.model_fields) from None
-        raise BadInput(f"{where}.{name} = {first['input']!r} will not do: {reason[0].lower()}{reason[1:]}") from None
+        raise BadInput(f"{where}.{name} = {value!r} will not do: {reason[0].lower()}{reason[1:]}") from None
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

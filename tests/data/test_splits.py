@@ -555,7 +555,6 @@ def small_split(val: float = 0.0) -> Split:
 
 def test_rows_and_table_by_hand() -> None:
     split = small_split()
-    assert split.counts == {"site-0": [2, 0, 1], "site-1": [1, 2, 0]} or sum(map(sum, split.counts.values())) == 6
     (head, *rows, last), counts = split.rows(), split.counts
     assert head == ["site", "<b>", "dog", "owl", "total"]
     assert rows == [[name, *row, sum(row)] for name, row in counts.items()]

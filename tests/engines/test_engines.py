@@ -11,37 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from factories import call, done, make_stripes, one_line, same_run, wait_for
+from factories import SETTINGS, call, done, jobs_of, make_stripes, one_line, same_run, wait_for
 from flyby.data.splits import SplitSettings, make_split
 from flyby.engines.engine import DataSettings, Job, engine_named
 from flyby.engines.forkserver import without_interrupts
 from flyby.engines.processes import run_processes
 from flyby.errors import BadInput, Diverged, FlybyError
-from flyby.runs.config import make_config, plan
-from flyby.runs.pipeline import check_names, uploads
-
-SETTINGS = ("model.width=0.25", "train.batch=16")
+from flyby.names import check_name
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return make_stripes(tmp_path / "stripes.npz", count=120, test=30)
-
-
-def jobs_of(data: Path, out: Path, *assignments: str, epochs: int = 2, codec: str = "fp32") -> list[Job]:
-    """The three jobs of a small run, as ``flyby run`` would make them."""
-    split: dict[str, Any] = {"name": "iid", "clients": 3}
-    config = make_config(
-        "fedavg",
-        data={"name": str(data)},
-        split=split,
-        epochs=epochs,
-        assignments=[*SETTINGS, f"codec={codec}", *assignments],
-    )
-    bundle = config.data.load()
-    made = make_split(bundle.train, config.split, config.seed)
-    made.save(out / "split.json")
-    return uploads(plan(config, bundle), made, out, "cpu", None)
 
 
 def test_every_engine_gives_the_same_bytes(data: Path, tmp_path: Path) -> None:
@@ -168,7 +149,8 @@ def test_sites_with_impossible_names_are_refused_before_training(tmp_path: Path)
     )
     assert "a site cannot be called" in one_line(call(*words))
     assert not list(tmp_path.iterdir())
-    check_names(["site-0", "Zürich".encode().hex(), "a.b_c:d@e+f-g", "x" * 128])
+    for name in ("site-0", "Zürich".encode().hex(), "a.b_c:d@e+f-g", "x" * 128):
+        check_name(name)
     for name in ("", ".hidden", "..", "a b", "a/b", "a\n", "é", "x" * 129):
         with pytest.raises(BadInput, match="a site cannot be called"):
-            check_names([name])
+            check_name(name)

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_engines import SETTINGS, jobs_of
 
 from factories import (
+    SETTINGS,
     WAIT,
     call,
     done,
     finish,
+    jobs_of,
     make_npz,
     make_stripes,
     members,
@@ -209,6 +210,18 @@ def test_an_address_that_cannot_serve_is_one_line(data: Path, tmp_path: Path, mo
     assert "Ray Client address" in one_line(call(*words(data, tmp_path / "client")))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1" in one_line(call(*words(data, tmp_path / "nobody")))
+
+
+@needs_ray
+def test_a_cluster_that_is_too_slow_to_start_is_one_line(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", slow)
+    assert "does not start (The current node timed out during startup.)" in one_line(call(*words(data, tmp_path / "x")))
 
 
 # -- the bytes

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from factories import train_site
 from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import part_of, site_of
 from flyby.data.splits import SplitSettings, make_split
@@ -26,7 +27,7 @@ from flyby.fusion.base import Server
 from flyby.fusion.distilled.batchnorm import Moments, distance, norms, relative, with_distance
 from flyby.fusion.distilled.coboosting import CoBoosting, CoBoostingSettings, hard_cross_entropy, signed_step
 from flyby.fusion.distilled.dense import DenseSettings, masked_disagreement
-from flyby.fusion.distilled.distill import Clock, Distillation, about_images, batches, kd, push
+from flyby.fusion.distilled.distill import Distillation, about_images, push
 from flyby.fusion.distilled.feddf import FedDF, FedDFSettings
 from flyby.fusion.distilled.intactofl import GatedPredictor, IntactOFL, IntactOFLSettings, gate_weights
 from flyby.fusion.distilled.synthesis import Pool, Synthesis, Teachers, as_pictures, as_unit, memory_of, mix, normalise
@@ -34,13 +35,15 @@ from flyby.fusion.predictor import Predictor, Single
 from flyby.models import ModelSpec
 from flyby.models.generator import Generator
 from flyby.objectives import OBJECTIVES
+from flyby.objectives.kd import softened_kl
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 from flyby.report.sections import pictures
 from flyby.rng import generator
 from flyby.runs.methods import METHODS, check_pair
-from flyby.training.loop import TrainSettings, train_site
+from flyby.training.settings import TrainSettings
+from flyby.training.steps import batches
 
 CNN = ModelSpec(name="cnn-small", classes=3, channels=1, size=(8, 8), widths={"conv1": 4, "conv2": 5, "conv3": 6})
 MLP = ModelSpec(name="mlp", classes=3, channels=1, size=(8, 8), widths={"fc1": 6, "fc2": 4})
@@ -263,7 +266,7 @@ def test_distillation_loss_by_hand() -> None:
     s, t = torch.tensor([[0.0, 0.0], [4.0, 0.0]]), torch.tensor([[2 * math.log(3), 0.0], [4.0, 0.0]])
     # T = 2: p_t = (3/4, 1/4), p_s = (1/2, 1/2); the second sample agrees.
     by_hand = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
-    assert kd(s, t, 2.0).tolist() == pytest.approx([by_hand, 0.0], abs=1e-6)
+    assert softened_kl(s, t, 2.0).tolist() == pytest.approx([by_hand, 0.0], abs=1e-6)
     rule = small("dense", temperature=2.0)
 
     class Fixed(torch.nn.Module):
@@ -279,11 +282,11 @@ def test_the_adversarial_mask_on_three_samples() -> None:
     s = torch.tensor([[0.0, math.log(3)], [math.log(7), 0.0], [math.log(3), 0.0]])
     # Samples 1 and 3 differ, each with KL((3/4, 1/4) || (1/4, 3/4)) = log(3)/2; sample 2 agrees and counts 0, though
     # its KL is not.
-    assert float(kd(s, t, 1.0)[1]) > 0.01
+    assert float(softened_kl(s, t, 1.0)[1]) > 0.01
     assert float(masked_disagreement(s, t, 1.0)) == pytest.approx(-2 * (math.log(3) / 2) / 3, abs=1e-6)
     assert float(small("dense").adversarial(s, t)) == pytest.approx(-math.log(3) / 3, abs=1e-6)  # type: ignore[attr-defined]
     unmasked = CoBoosting(CoBoostingSettings(adv_temperature=1.0)).adversarial(s, t)
-    assert float(unmasked) == pytest.approx(-float(kd(s, t, 1.0).mean()), abs=1e-6)
+    assert float(unmasked) == pytest.approx(-float(softened_kl(s, t, 1.0).mean()), abs=1e-6)
 
 
 def test_hard_samples_weigh_more() -> None:
@@ -330,10 +333,12 @@ def test_inputs_move_along_the_gradient_of_a_random_mixture_of_answers(resident:
 
 
 def test_batches_have_one_shape_and_leave_nothing_out() -> None:
-    rows = list(batches(10, 4, generator(0), torch.device("cpu")))
+    rows = list(batches(10, 4, generator(0)))
     assert [len(r) for r in rows] == [4, 4, 4]
     assert sorted(torch.cat(rows)[:10].tolist()) == list(range(10))
-    assert [len(r) for r in batches(3, 256, generator(0), torch.device("cpu"))] == [3]
+    assert [len(r) for r in batches(3, 256, generator(0))] == [3]
+    assert [len(r) for r in batches(2, 1, generator(0))] == [2], "BatchNorm needs two"
+    assert [len(r) for r in batches(2, 1, generator(0), least=1)] == [1, 1]
 
 
 # -- IntactOFL's gate
@@ -587,16 +592,16 @@ def test_interrupted_and_resumed_gives_the_same_bytes(
 
 
 def test_long_work_says_where_it_stands_and_saves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level("INFO", "flyby")
     monkeypatch.setattr("flyby.fusion.distilled.distill.SPEAK_SECONDS", -1.0)
-    monkeypatch.setattr("flyby.fusion.distilled.distill.SAVE_SECONDS", -1.0)
+    monkeypatch.setattr("flyby.training.checkpoint.SECONDS", -1.0)
     small("dense").fuse(Inbox([made(0), made(1)]), Server(work=tmp_path))
-    lines = capsys.readouterr().err.splitlines()
+    lines = caplog.messages
     assert len(lines) == 2
     assert re.fullmatch(r"dense: epoch 1 of 3, loss \d+\.\d{4}, about \d+ s left", lines[0])
     assert (tmp_path / "dense.ckpt").exists()
-    assert Clock("x", 0, 1).saved is False
 
 
 # -- whole, on digits

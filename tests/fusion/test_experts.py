@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from factories import train_site
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN
@@ -34,7 +35,8 @@ from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 from flyby.statistics import calibration
 from flyby.statistics.calibration import calibrate, scraps, shuffle_patches
-from flyby.training.loop import Counts, TrainSettings, shared_counts, train_site
+from flyby.training.loop import shared_counts
+from flyby.training.settings import Counts, TrainSettings
 
 CNN = ModelSpec(
     name="cnn-small", classes=3, channels=1, size=(8, 8), widths={"conv1": 4, "conv2": 5, "conv3": 6}, head="prototype"

@@ -466,7 +466,9 @@ def test_own_accuracy_weighs_the_classes_as_the_client_has_them(counts: list[int
 def test_scores_in_pieces_are_the_scores() -> None:
     predictor = SAVED["ensemble"]().train()
     whole = evaluation.scores_of(predictor, images(7))
-    assert torch.allclose(evaluation.scores_of(predictor, images(7), batch=3), whole, atol=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "BATCH", 3)
+        assert torch.allclose(evaluation.scores_of(predictor, images(7)), whole, atol=1e-5)
     assert whole.shape == (7, 3)
     assert not whole.requires_grad
     assert evaluation.scores_of(predictor, images(0)).shape == (0, 3)

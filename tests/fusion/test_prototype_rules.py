@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from factories import train_site
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of, site_of
 from flyby.data.splits import SplitSettings, make_split
@@ -56,7 +57,7 @@ from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 from flyby.runs.methods import METHODS, catalogue, check_pair, upload_bytes
 from flyby.statistics.class_means import class_means
-from flyby.training.loop import TrainSettings, train_site
+from flyby.training.settings import TrainSettings
 
 MLP = ModelSpec(name="mlp", classes=3, channels=1, size=(8, 8), widths={"fc1": 6, "fc2": 5})
 NAMES = ("ant", "bee", "cat")

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from factories import train_site
 from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import part_of, site_of
 from flyby.data.splits import SplitSettings, make_split
@@ -32,7 +33,7 @@ from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 from flyby.runs.attacks import boasting, drawn_anew, remade
 from flyby.runs.methods import METHODS
-from flyby.training.loop import TrainSettings, train_site
+from flyby.training.settings import TrainSettings
 
 CNN = ModelSpec(name="cnn-small", classes=3, channels=1, size=(8, 8), widths={"conv1": 4, "conv2": 5, "conv3": 6})
 MLP = ModelSpec(name="mlp", classes=3, channels=1, size=(8, 8), widths={"fc1": 6, "fc2": 4})

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from factories import done, result_of
+from factories import done, result_of, train_site
 from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN
@@ -47,7 +47,7 @@ from flyby.statistics.kfac import (
     unpack,
 )
 from flyby.statistics.null_space import compress, expand, null_space, projector, recurse
-from flyby.training.loop import TrainSettings, train_site
+from flyby.training.settings import TrainSettings
 
 NAMES = ("ant", "bee", "cat")
 MLP = ModelSpec(name="mlp", classes=3, channels=1, size=(4, 4), widths={"fc1": 6, "fc2": 5})

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from factories import train_site
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN, SALT, ViewSettings
@@ -27,12 +28,15 @@ from flyby.objectives.aurora import Aurora, AuroraSettings, first_log_sigma
 from flyby.objectives.base import Batch, Objective
 from flyby.objectives.etf import BalancedEtf, BalancedEtfSettings
 from flyby.objectives.salt import Salt, SaltSettings, supcon
-from flyby.objectives.weighting import WEIGHTINGS, Learnable, Learner, Uncertainty, Weighting, WeightingSettings
+from flyby.objectives.weighting import WEIGHTINGS, Learnable, TwoScalars, Uncertainty, Weighting, WeightingSettings
 from flyby.parcels import parcel
 from flyby.rng import generator
 from flyby.runs.config import make_config, plan
 from flyby.training.checkpoint import load_checkpoint
-from flyby.training.loop import Step, Trained, TrainSettings, make_optimizer, one_epoch, set_learning_rate, train_site
+from flyby.training.loop import Trained
+from flyby.training.optim import make_optimizer, set_learning_rate
+from flyby.training.settings import TrainSettings
+from flyby.training.steps import Step, one_epoch
 
 ALL = ("none", "fixed", "linear", "cosine", "learnable", "gradnorm", "kendall", "decoupled", "meta-anneal", "aurora")
 MLP = ModelSpec(name="mlp", classes=10, channels=1, size=(8, 8), widths={"fc1": 24, "fc2": 16})
@@ -544,7 +548,7 @@ def test_the_sigma_gradient_in_closed_form_is_autograds(kind: str, anneal_on: st
         (expected,) = torch.autograd.grad(loss, [ell])
 
         mine = learner(kind, anneal_on=anneal_on, lambda_max=5.0, gamma=0.02).double()
-        assert isinstance(mine, Learner)
+        assert isinstance(mine, TwoScalars)
         mine.scalars.copy_(ell.detach())
         numbers = [torch.tensor(v, dtype=torch.float64) for v in (local, align, p)]
         found = mine.gradient(*numbers)

@@ -18,9 +18,10 @@ from flyby.orient.measure import flops, latency_ms
 from flyby.orient.prune import Gated, Masked, channel_groups, folded, gated_layers, keep_masks, removed, scaled
 from flyby.orient.settings import Backend
 from flyby.orient.stack import Stack
-from flyby.orient.tuning import Problem, Stepper, batches, tune
+from flyby.orient.tuning import Problem, Stepper, tune
 from flyby.parcels import parcel
 from flyby.rng import generator
+from flyby.training.steps import batches
 
 ARCHITECTURES = [
     ("mlp", 8),
@@ -351,7 +352,7 @@ def test_a_step_is_torchs_sgd() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.03, momentum=0.9)
     stack = Stack.of(spec, [random_parcel("a", spec).weights], "cpu")
     step = Stepper(stack, Problem(), settings)
-    for rows in batches(16, 16, generator(0)).repeat(3, 1):
+    for rows in [*batches(16, 16, generator(0))] * 3:
         x, y = spec.prepare(site.train.images[rows]), site.train.labels[rows]
         optimizer.zero_grad()
         nn.functional.cross_entropy(network(x), y).backward()

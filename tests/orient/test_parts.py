@@ -15,10 +15,11 @@ from torch import nn
 
 from factories import quick, random_parcel, small_spec, striped_site
 from flyby.errors import BadInput
+from flyby.objectives.kd import softened_kl
 from flyby.orient import Candidate, Schedule, make_schedule
 from flyby.orient.bounds import smoothness, theorem_1, theorem_2
 from flyby.orient.collect import newcomers, record_round, retain, stayers
-from flyby.orient.distill import Distilled, softened_kl
+from flyby.orient.distill import Distilled
 from flyby.orient.ensemble import combine, fit_weights
 from flyby.orient.layers import cosine, layers_of, match, shared_layers, unshared_layers
 from flyby.orient.select import top_k

@@ -55,7 +55,9 @@ def watched(code: str) -> str:
     """What a few lines print that use the rules of ``benchmarks/fuzz.py``, in a process of their own (an audit hook
     stays for ever)."""
     lines = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\nimport fuzz, torch\n{code}"
-    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=WAIT, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, text=True, timeout=WAIT, check=True
+    ).stdout
 
 
 # The loop
@@ -100,13 +102,14 @@ def does(action):
     fuzz.read_one = lambda *_: (action(), "accepted")[1]
     print(len(fuzz.tried("case", b"content", None, True, 60, Path({str(tmp_path)!r}), watch)[2]), end=" ")
 does(lambda: open({str(tmp_path / "written")!r}, "w").close()); does(lambda: os.remove({str(tmp_path / "written")!r}))
-does(lambda: exec("1")); does(lambda: eval("1")); does(lambda: subprocess.run(["true"])); does(lambda: __import__("wave")); does(lambda: 1 / 0)
+does(lambda: exec("1")); does(lambda: eval("1")); does(lambda: subprocess.run(["true"]))
+does(lambda: __import__("wave")); does(lambda: 1 / 0)
 does(lambda: None); does(lambda: open(fuzz.__file__, "rb").close())
 print(len(fuzz.tried("case", b"", None, True, 0, Path({str(tmp_path)!r}), watch)[2]))  # no case takes no time at all
 fuzz.limit_memory(64)
-for take in (lambda: torch.empty(128 << 20, dtype=torch.uint8), lambda: bytearray(128 << 20), lambda: bytearray(16 << 20)):
+for kind, size in ((torch.ByteTensor, 128), (bytearray, 128), (bytearray, 16)):
     try:
-        take(); print("taken")
+        kind(size << 20); print("taken")
     except (RuntimeError, MemoryError):
         print("refused")
 """)

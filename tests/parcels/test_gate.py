@@ -24,6 +24,7 @@ from factories import (
     renamed,
     small_spec,
     striped_site,
+    train_site,
     trained,
 )
 from flyby.data.site import Part, Site, part_of
@@ -39,7 +40,7 @@ from flyby.parcels.gate import Gate, Policy, Refused, open_gate
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Parcel
 from flyby.parcels.plausible import Norms, judge, outliers
-from flyby.training.loop import TrainSettings, train_site
+from flyby.training.settings import TrainSettings
 
 
 @pytest.fixture(scope="module")

@@ -35,14 +35,14 @@ from flyby.runs.attacks import (
     success,
 )
 from flyby.runs.config import make_config
-from flyby.runs.pipeline import run
+from flyby.runs.pipeline import Options, run
 from flyby.statistics.calibration import calibrate
 from flyby.study.catalogue import Study
 from flyby.study.grid import cells, read_rows, run_study
 from flyby.study.tables import render
 
 NAMES = [f"site-{i}" for i in range(10)]
-QUICK: dict[str, Any] = {"engine": "inline", "device": "cpu", "quiet": True}
+QUICK = {"engine": "inline", "device": "cpu", "quiet": True, "keep": False}
 SEND = "objective.send=[class-means,kfac,null-space]"
 
 
@@ -63,7 +63,7 @@ def config(*assignments: str, method: str = "ensemble", fusion: str | None = Non
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An honest run, in ``honest``, whose uploads all others share, in ``store``."""
     folder = tmp_path_factory.mktemp("attacks")
-    run(config(), folder / "honest", store=folder / "store", brief=True, **QUICK)
+    run(config(), folder / "honest", Options(store=folder / "store", **QUICK))
     return folder
 
 
@@ -71,10 +71,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def jobs(place: Path, digits: DataBundle) -> list[Job]:
     """The honest run's jobs again, as its uploads remember them."""
     from flyby.runs.config import plan
-    from flyby.runs.pipeline import uploads
+    from flyby.runs.folder import Run
+    from flyby.runs.site import jobs_of
 
     split = Split.load(place / "honest" / "split.json")
-    return uploads(plan(config(), digits), split, place / "honest", "cpu", place / "store")
+    return jobs_of(plan(config(), digits), split, Run(place / "honest"), "cpu", place / "store")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def split(place: Path) -> Split:
 
 
 def attack(place: Path, name: str, *assignments: str, **changes: Any) -> dict[str, Any]:
-    return run(config(*assignments, **changes), place / name, store=place / "store", brief=True, **QUICK)
+    return run(config(*assignments, **changes), place / name, Options(store=place / "store", **QUICK))
 
 
 # -- who
@@ -279,7 +280,7 @@ def test_nobody_attacks_unless_asked(place: Path, jobs: list[Job], digits: DataB
     assert saved["attack"]["kind"] == "none"
     del saved["attack"], saved["admission"]  # as an older flyby wrote it
     (place / "honest" / "config.json").write_text(json.dumps(saved))
-    again = run(config(), place / "honest", store=place / "store", brief=True, resume=True, **QUICK)
+    again = run(config(), place / "honest", Options(store=place / "store", resume=True, **QUICK))
     assert again == result_of(place / "honest")
 
 
@@ -422,7 +423,7 @@ def test_a_poisoned_neighbourhood(tmp_path: Path) -> None:
     words += ["orient.eval_nodes=[0,1]", "orient.diagnostics=false", "attack.kind=random", "attack.share=0.5"]
     shape = {"name": "fol", "clients": 6, "alpha": 5.0}
     chosen = make_config("fol-n", data={"name": "digits"}, split=shape, model="mlp", epochs=15, assignments=words)
-    result = run(chosen, tmp_path / "fol", brief=True, **QUICK)
+    result = run(chosen, tmp_path / "fol", Options(**QUICK))
     assert set(result["per_client"]) == {"site-0", "site-1"}
     assert len(result["malicious"]) == 6
     assert {f"{one['sender']} -> {one['receiver']}" for one in result["refused"]} == set(result["malicious"])
@@ -435,4 +436,4 @@ def test_a_poisoned_neighbourhood(tmp_path: Path) -> None:
         assignments=[*words, "orient.sends=current"],
     )
     with pytest.raises(BadInput, match=r"orient\.sends=current"):
-        run(current, tmp_path / "current", brief=True, **QUICK)
+        run(current, tmp_path / "current", Options(**QUICK))

@@ -528,9 +528,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 
 def test_a_kill_between_checkpoints_goes_back_to_the_last_one(data: Path, tmp_path: Path, undisturbed: Path) -> None:
     out = tmp_path / "out"
-    every_epoch = (
-        "import flyby.cli, flyby.training.loop as t; t.CHECKPOINT_SECONDS = t.CHECKPOINT_SHARE = 0.0; flyby.cli.main()"
-    )
+    every_epoch = "import flyby.cli, flyby.training.checkpoint as t; t.SECONDS = t.SHARE = 0.0; flyby.cli.main()"
     told = [command()[0], "-c", every_epoch, *map(str, long_words(data, out, "inline"))]
     process = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for((out / "parcels" / "snapshots" / "00008" / "site-1.parcel").exists, "the second site", process=process)

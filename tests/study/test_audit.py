@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from factories import call, done, make_npz, make_stripes, one_line
+from factories import call, done, make_npz, make_stripes, one_line, train_site
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN
@@ -24,7 +24,7 @@ from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
 from flyby.rng import generator
 from flyby.study.audit import SCORES, audit, calibrated, judged, verdict
-from flyby.training.loop import TrainSettings, train_site
+from flyby.training.settings import TrainSettings
 
 MLP = ModelSpec(name="mlp", classes=10, channels=1, size=(8, 8))
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from test_engines import jobs_of
 from torch import Tensor, nn
 
-from factories import WAIT, make_stripes
+from factories import WAIT, jobs_of, make_stripes, train_site
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN, SALT, ViewSettings, augment
@@ -29,7 +28,8 @@ from flyby.models.shelf import Shelf
 from flyby.objectives import OBJECTIVES
 from flyby.parcels import inbox, parcel
 from flyby.rng import generator
-from flyby.training.loop import TrainSettings, batches, train_site
+from flyby.training.settings import TrainSettings
+from flyby.training.steps import batches
 
 CURVE = 1e-5  # how far an epoch's mean loss may be from the reference's, as a share of it (1e-7 was found)
 SEED, EPOCHS, BATCH, TAU = 3, 4, 32, 0.07
@@ -152,7 +152,9 @@ def test_members_that_speak_one_at_a_time_say_the_same(
     images = torch.randint(0, 256, (70, 8, 8, 1), dtype=torch.uint8, generator=generator("images"))
     together = FUSIONS[rule]().fuse(Inbox(paths))
     assert together.shelf is None
-    expected = scores_of(together, images, batch=16)
+    monkeypatch.setattr(evaluation, "BATCH", 16)
+    monkeypatch.setattr(evaluation, "LOOKS", evaluation.Looks(most=0))  # every network looks again
+    expected = scores_of(together, images)
     save_predictor(together, tmp_path / "together", export=False)
 
     monkeypatch.setattr(inbox, "IN_MEMORY", 0)
@@ -160,9 +162,9 @@ def test_members_that_speak_one_at_a_time_say_the_same(
     streamed = FUSIONS[rule]().fuse(Inbox(paths))
     assert isinstance(streamed.shelf, Shelf)
     assert len(streamed.networks) == 0, "nothing is held"
-    assert torch.equal(scores_of(streamed, images, batch=16), expected)
+    assert torch.equal(scores_of(streamed, images), expected)
     monkeypatch.setattr(evaluation, "VOICES", 4 * 5 * 3 * 32)  # pieces of 32 images
-    assert torch.equal(scores_of(streamed, images, batch=16), expected)
+    assert torch.equal(scores_of(streamed, images), expected)
     assert torch.equal(streamed(images[:16]), expected[:16])
 
     save_predictor(streamed, tmp_path / "streamed")
@@ -173,7 +175,7 @@ def test_members_that_speak_one_at_a_time_say_the_same(
     for name in ("together", "streamed"):
         again = load_predictor(tmp_path / name)
         assert isinstance(again.shelf, Shelf)
-        assert torch.equal(scores_of(again, images, batch=16), expected)
+        assert torch.equal(scores_of(again, images), expected)
 
 
 def test_a_shelf_is_read_one_network_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,8 @@ def test_a_shelf_is_read_one_network_at_a_time(tmp_path: Path, monkeypatch: pyte
     reads: list[int] = []
     read = made.shelf.read
     made.shelf.read = lambda place: (reads.append(place), read(place))[1]  # type: ignore[func-returns-value]
-    scores_of(made, torch.zeros(50, 8, 8, 1, dtype=torch.uint8), batch=16)
+    monkeypatch.setattr(evaluation, "BATCH", 16)
+    scores_of(made, torch.zeros(50, 8, 8, 1, dtype=torch.uint8))
     assert reads == [0, 1, 2], "once each, however many batches"
 
 
@@ -204,7 +207,7 @@ def test_the_fork_server_has_one_thread_and_all_imports(tmp_path: Path) -> None:
 def test_the_server_is_started_before_torch_is_imported() -> None:
     """And whoever reads the output of a command that fails at once does not wait for the server's imports: it goes with
     its parent."""
-    code = "import sys; from flyby import forkserver as f; f.start(); print('torch' in sys.modules); f.stop()"
+    code = "import sys; from flyby.engines import forkserver as f; f.start(); print('torch' in sys.modules); f.stop()"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT

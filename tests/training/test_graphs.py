@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factories import quick, random_parcel, small_spec, striped_site
+from factories import quick, random_parcel, small_spec, striped_site, train_site, training
 from flyby.data.site import Part, Site
 from flyby.data.views import STANDARD
 from flyby.engines import inline
@@ -22,7 +22,9 @@ from flyby.orient.stack import Stack
 from flyby.orient.tuning import Problem, tune
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape, set_learning_rate
-from flyby.training.loop import WORTH_COMPILING, TrainSettings, at_once, fully_compiled, train_site, training
+from flyby.training.loop import at_once
+from flyby.training.settings import TrainSettings
+from flyby.training.steps import WORTH_COMPILING, fully_compiled
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs, and there is no GPU here")
 

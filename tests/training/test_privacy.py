@@ -13,18 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from factories import call, done, make_stripes, one_line, result_of
+from factories import call, done, make_stripes, one_line, result_of, train_site
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN, SALT, ViewSettings
 from flyby.errors import BadInput
 from flyby.models import ModelSpec
+from flyby.objectives import Aurora, BalancedEtf
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels.parcel import to_bytes
 from flyby.rng import generator
-from flyby.training.loop import Row, Trained, TrainSettings, train_site
+from flyby.training.loop import Row, Trained
 from flyby.training.privacy import Budget, PrivateTraining, check_privacy, clipped_sum, draws, per_sample_gradients
+from flyby.training.settings import TrainSettings
 
 SPEC = ModelSpec(name="mlp", classes=3, channels=1, size=(4, 4), widths={"fc1": 6, "fc2": 5})
 PRIVATE = TrainSettings(epochs=3, dp_epsilon=4.0, batch=8, lr=0.1)
@@ -270,7 +272,7 @@ def test_a_resumed_site_goes_on_with_its_budget(tmp_path: Path, simulated: bool)
 def refusal(**changes: Any) -> str:
     given: dict[str, Any] = {
         "spec": SPEC,
-        "objective": "supervised",
+        "objective": Supervised,
         "chosen": ObjectiveSettings(calibrate=False),
         "views": PLAIN,
         "counts": "noisy",
@@ -282,17 +284,17 @@ def refusal(**changes: Any) -> str:
 
 
 def test_what_would_escape_the_accounting_is_refused() -> None:
-    check_privacy(SPEC, "aurora", ObjectiveSettings(), TrainSettings(), SALT, "exact")  # privacy is off
+    check_privacy(SPEC, Aurora, ObjectiveSettings(), TrainSettings(), SALT, "exact")  # privacy is off
     check_privacy(
         SPEC,
-        "supervised",
+        Supervised,
         ObjectiveSettings(calibrate=False),
         TrainSettings(dp_epsilon=1.0),
         ViewSettings(flip=0.5),
         "noisy",
     )
-    assert "mixes the images" in refusal(objective="aurora", views=SALT)
-    assert "exact counts" in refusal(objective="etf")
+    assert "mixes the images" in refusal(objective=Aurora, views=SALT)
+    assert "exact counts" in refusal(objective=BalancedEtf)
     assert "exact class counts" in refusal(counts="exact")
     assert "binary class counts" in refusal(counts="binary")
     assert "objective.calibrate=false" in refusal(chosen=ObjectiveSettings())
@@ -313,7 +315,7 @@ def test_no_network_that_is_allowed_lets_one_image_change_anothers_answer() -> N
     for name in ("mlp", "cnn-fol"):
         spec = ModelSpec(name=name, classes=3, channels=1, size=(18, 18))
         check_privacy(
-            spec, "supervised", ObjectiveSettings(calibrate=False), TrainSettings(dp_epsilon=1.0), PLAIN, "noisy"
+            spec, Supervised, ObjectiveSettings(calibrate=False), TrainSettings(dp_epsilon=1.0), PLAIN, "noisy"
         )
         model = spec.build(generator("start")).train()
         images = torch.randn(3, 1, 18, 18, generator=generator("images"))

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from factories import train_site
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN, STANDARD, ViewSettings
@@ -27,15 +28,10 @@ from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
 from flyby.rng import generator
 from flyby.training.checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
-from flyby.training.loop import (
-    Trained,
-    TrainSettings,
-    batch_size,
-    batches,
-    make_optimizer,
-    set_learning_rate,
-    train_site,
-)
+from flyby.training.loop import Trained
+from flyby.training.optim import make_optimizer, set_learning_rate
+from flyby.training.settings import TrainSettings, batch_size
+from flyby.training.steps import batches
 
 CPU = torch.device("cpu")
 CNN = ModelSpec(name="cnn-small", classes=10, channels=1, size=(8, 8), widths={"conv1": 8, "conv2": 12, "conv3": 16})

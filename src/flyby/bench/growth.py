@@ -30,7 +30,8 @@ from flyby.orient import OrientSettings
 from flyby.parcels import parcel
 from flyby.rng import generator
 from flyby.runs.config import Plan, make_config, plan
-from flyby.runs.pipeline import uploads
+from flyby.runs.folder import Run
+from flyby.runs.site import jobs_of
 
 REPEATS = 3
 ALONE = "one by one"  # as ``inline`` does it on a CPU; on a GPU ``inline`` has several sites at work
@@ -93,7 +94,7 @@ def train_some(engine: str, count: int, todo: Plan, whole: Split, folder: Path, 
         whole, shares={n: whole.shares[n] for n in names}, counts={n: whole.counts[n] for n in names}
     )
     some.save(folder / "split.json")
-    jobs = uploads(todo, some, folder, device, None)
+    jobs = jobs_of(todo, some, Run(folder), device, None)
     started = time.perf_counter()
     if engine == ALONE:
         for job in jobs:

@@ -14,8 +14,9 @@ from flyby.data.views import STANDARD, augment
 from flyby.models import ModelSpec
 from flyby.orient import OrientSettings
 from flyby.orient.stack import Stack
-from flyby.orient.tuning import Problem, autocast, tune
+from flyby.orient.tuning import Problem, tune
 from flyby.rng import generator
+from flyby.training.steps import autocast
 
 Adapt = Callable[[Site, ModelSpec, int, int, OrientSettings, torch.device], None]
 
@@ -55,7 +56,7 @@ def plain(
             rng = generator(epoch, device=device)
             order = torch.randperm(len(site.train), device=device)
             for rows in torch.split(order, settings.batch):
-                with autocast(settings, device):
+                with autocast(settings.precision, device, cached=False):
                     loss = F.cross_entropy(
                         network(augment(site.train.images[rows], STANDARD, mean, std, rng)).float(),
                         site.train.labels[rows],

@@ -19,8 +19,8 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A .parcel file.")], trust: Trust = None, as_json: Json = False
 ) -> None:
     """Show what a parcel says and check that it is whole. Nothing in it is ever run."""
+    from flyby.names import printable
     from flyby.parcels import parcel, signing
-    from flyby.parcels.container import printable
 
     made = parcel.read(path)
     signature = signing.verdict(made, signing.Trust.load(trust) if trust else None)

@@ -45,13 +45,12 @@ CHUNK = 128
 SMALL = 64 * 64
 
 Pixels = npt.NDArray[np.uint8]
-Item = (
-    bytes | Path | Pixels | None
-)  # an encoded image, a file of one, an image already decoded, or nothing (which counts as broken)
+# An encoded image, a file of one, an image already decoded, or nothing (which counts as broken).
+Item = bytes | Path | Pixels | None
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceSplit:
     """One split of a source before decoding: its labels, its images in blocks, and how to name row
     ``i`` to a person."""
 
@@ -66,7 +65,7 @@ class Part:
 class Contents:
     """All a source holds: its splits, its class names, and what an earlier reading of it found broken."""
 
-    parts: Sequence[Part]
+    parts: Sequence[SourceSplit]
     class_names: Sequence[str]
     broken: Sequence[str] = ()
 
@@ -215,9 +214,8 @@ def _lock(folder: Path) -> Iterator[None]:
 
             folder.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context((folder.parent / f".{folder.name}.lock").open("wb")), fcntl.LOCK_EX)
-            for stale in folder.parent.glob(
-                f".{folder.name}.*/"
-            ):  # left by a killed process: nobody else builds this entry now
+            # Left by a killed process: nobody else builds this entry now.
+            for stale in folder.parent.glob(f".{folder.name}.*/"):
                 shutil.rmtree(stale, ignore_errors=True)
         yield
 
@@ -241,7 +239,7 @@ class _Writer:
     first: str = ""
     hash: Any = field(default_factory=hashlib.sha256)
 
-    def add(self, image: Pixels, part: Part, row: int) -> None:
+    def add(self, image: Pixels, part: SourceSplit, row: int) -> None:
         height, width, channels = image.shape
         if not self.count:
             self.height, self.width, self.first = height, width, part.where(row)
@@ -328,7 +326,7 @@ def _too_broken(broken: Sequence[str], total: int) -> BadInput:
     )
 
 
-def _decoded(part: Part, size: int | None) -> Iterator[Pixels | None]:
+def _decoded(part: SourceSplit, size: int | None) -> Iterator[Pixels | None]:
     """The part's images in order, decoded ahead by threads within a bounded window; None for a broken one."""
     chunks = (block[i : i + CHUNK] for block in part.blocks() for i in range(0, len(block), CHUNK))
     first = next(chunks, None)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flyby.data.cache import Item, Part
+from flyby.data.cache import Item, SourceSplit
 from flyby.errors import BadInput
 
 # The names that a split goes by, and the part it plays.
@@ -76,7 +76,7 @@ def shards(root: Path, name: str) -> dict[str, list[Path]]:
     return found
 
 
-def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Part, list[list[str]]]:
+def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[SourceSplit, list[list[str]]]:
     """One split's labels, groups and blocks of encoded images; and the class names of every shard that has them."""
     import pyarrow.parquet as pq
 
@@ -121,7 +121,7 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Par
         shard = int(np.searchsorted(starts, row, side="right")) - 1
         return f"{paths[shard].name}:{row - int(starts[shard])}"
 
-    return Part(role, np.concatenate(labels), blocks, where, groups if grouped else None), names
+    return SourceSplit(role, np.concatenate(labels), blocks, where, groups if grouped else None), names
 
 
 @contextlib.contextmanager

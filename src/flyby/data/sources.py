@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flyby.data import cache as store
 from flyby.data import parquet
 from flyby.data.arrays import as_labels, as_pixels, check_classes, check_holdout, held_out, numbered
-from flyby.data.cache import Contents, Item, Part, Pixels
+from flyby.data.cache import Contents, Item, Pixels, SourceSplit
 from flyby.data.dataset import DataBundle
 from flyby.data.parquet import BLOCK, SPLITS
 from flyby.errors import BadInput, unknown
@@ -182,7 +182,7 @@ def _hold_out(entry: store.Entry, share: float) -> Contents:
     ):
         if len(picked):
             groups = None if data.groups is None else [data.groups[row] for row in picked]
-            parts.append(Part(split, data.labels[picked], _array_blocks(data.images, picked), str, groups))
+            parts.append(SourceSplit(split, data.labels[picked], _array_blocks(data.images, picked), str, groups))
     return Contents(parts, train.class_names, entry.broken)
 
 
@@ -212,7 +212,7 @@ def digits(size: int | None, column: str | None) -> Source:
         if size is not None:  # three channels, so that a network for photographs takes them
             images = np.stack([np.repeat(store.decode(image, (size, size)), 3, axis=2) for image in images])
         labels = data.target.astype(np.int64)
-        return Contents([Part("train", labels, _array_blocks(images), str)], [str(digit) for digit in range(10)])
+        return Contents([SourceSplit("train", labels, _array_blocks(images), str)], [str(digit) for digit in range(10)])
 
     return Source({}, {"kind": "digits"}, read, size, mirror=False, holdout=0.2)
 
@@ -269,10 +269,10 @@ def _npz(path: Path, size: int | None, column: str | None) -> Source:
     return Source({"npz": path}, {"kind": "npz"}, read, size)
 
 
-def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, labels: npt.NDArray[Any]) -> Part:
+def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, labels: npt.NDArray[Any]) -> SourceSplit:
     pixels = as_pixels(images, f"{x} in {path}")
     known = as_labels(labels, len(pixels), f"{y} in {path}")
-    return Part(split, known, _array_blocks(pixels), lambda row: f"{x}[{row}]")
+    return SourceSplit(split, known, _array_blocks(pixels), lambda row: f"{x}[{row}]")
 
 
 # -- a folder of class folders
@@ -310,10 +310,10 @@ def _tree(root: Path, size: int | None, column: str | None) -> Source:
     return Source(listed, {"kind": "folders", "classes": classes, "splits": roles}, read, size)
 
 
-def _tree_part(root: Path, split: str, rows: list[tuple[int, Path]]) -> Part:
+def _tree_part(root: Path, split: str, rows: list[tuple[int, Path]]) -> SourceSplit:
     paths = [path for _, path in rows]
     labels = np.array([label for label, _ in rows], dtype=np.int64)
-    return Part(split, labels, lambda: iter([paths]), lambda row: paths[row].relative_to(root).as_posix())
+    return SourceSplit(split, labels, lambda: iter([paths]), lambda row: paths[row].relative_to(root).as_posix())
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -7,7 +7,6 @@ the hash of a split travel with every result. All draws come from numpy's frozen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -22,8 +21,10 @@ from flyby.data.dataset import Dataset
 from flyby.drawing import clean, grid
 from flyby.errors import BadInput
 from flyby.files import digest, read_json, unwritable, write_text
+from flyby.names import as_name
 from flyby.registry import Registry
 from flyby.rng import legacy_numpy
+from flyby.settings import sentence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -180,7 +181,9 @@ class Split:
                 shares,
                 raw["counts"],
             )
-        except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+        except ValidationError as error:
+            raise BadInput(f"{path} is not a split file: {sentence(error)}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadInput(
                 f"{path} is not a split file ({type(error).__name__}: {str(error).splitlines()[0]})"
             ) from None
@@ -405,7 +408,7 @@ def by_column(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, 
     for value in sorted(members):
         # A site's name goes into file names and parcels, so what those do not take, a dot at the beginning among it,
         # becomes a hyphen.
-        name = re.sub(r"[^A-Za-z0-9._:@+-]|^\.", "-", value)[:128] or "-"
+        name = as_name(value)
         if len(members[value]) >= floor:
             if name in kept:
                 raise BadInput(

@@ -14,9 +14,8 @@ from flyby.deploy.round import MEGABYTE, NodeSettings, Round, assignments, read_
 from flyby.errors import BadInput, FlybyError
 
 PARCEL, SITE = "parcel", "site"  # the two records that an answer may hold: the bytes, or why there are none
-SERIAL = (  # what Flower's Array calls the way its bytes were made; nobody but flyby's own reader opens them
-    "flyby.parcels.parcel"
-)
+# What Flower's Array calls the way its bytes were made; nobody but flyby's own reader opens them.
+SERIAL = "flyby.parcels.parcel"
 
 
 def make_app() -> Any:
@@ -54,7 +53,7 @@ def answer(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> byt
 
 def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:
     from flyby.parcels.signing import read_private
-    from flyby.runs.single import train_parcel
+    from flyby.runs.site import train_parcel
 
     out = work / f"{node.site}.parcel"
     key = read_private(node.key) if node.key else None

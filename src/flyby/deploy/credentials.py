@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flyby.errors import BadInput
 from flyby.files import write_bytes
-from flyby.runs.pipeline import check_names
+from flyby.names import check_name
 
 if TYPE_CHECKING:
     from cryptography.x509 import GeneralName
@@ -79,7 +79,7 @@ def write_node_keys(folder: Path, site: str) -> dict[str, Path]:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    check_names([site])
+    check_name(site)
     paths = {"key": folder / f"{site}-node.key", "public": folder / f"{site}-node.pub"}
     _refuse_existing(paths.values())
     key = ec.generate_private_key(ec.SECP384R1())

@@ -60,18 +60,16 @@ class Federation:
         check_flower()
         self.tell = tell
         self.folder = Path(tempfile.mkdtemp(prefix="flyby-flower-"))
-        unproxied = ",".join(
-            filter(None, [os.environ.get("NO_PROXY"), *LOCAL])
-        )  # a proxy that this host must use is not for its own nodes
+        # A proxy that this host must use is not for its own nodes.
+        unproxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), *LOCAL]))
         self.environment = {
             **os.environ,
             **SETTINGS,
             "NO_PROXY": unproxied,
             "no_proxy": unproxied,
             "FLWR_HOME": str(self.folder / "home"),
-            "PATH": (
-                f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-            ),  # Flower starts its own programs by name
+            # Flower starts its own programs by name.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.commands: dict[str, list[str]] = {}
@@ -324,9 +322,8 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        signal.setitimer(
-            signal.ITIMER_REAL, AGAIN
-        )  # where Python drops an exception (in a finaliser, at a fork), the next one is heard
+        # Where Python drops an exception (in a finaliser, at a fork), the next one is heard.
+        signal.setitimer(signal.ITIMER_REAL, AGAIN)
         raise KeyboardInterrupt
 
     with _handling(interrupt):

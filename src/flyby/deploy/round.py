@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flyby.engines.engine import DataSettings
+from flyby.data.settings import DataSettings
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS
 from flyby.objectives import OBJECTIVES

@@ -21,13 +21,12 @@ from flyby.deploy.client import PARCEL, SERIAL, SITE
 from flyby.deploy.round import Round, must_be_new, read_round
 from flyby.errors import BadInput, FlybyError
 from flyby.files import write_bytes, write_json
+from flyby.machine import versions
+from flyby.names import check_name, printable
 from flyby.parcels import parcel
-from flyby.parcels.container import printable
-from flyby.parcels.gate import Gate, Policy
+from flyby.parcels.gate import Gate, open_gate
 from flyby.parcels.ledger import SecondCrossing
-from flyby.parcels.signing import Trust
-from flyby.runs.pipeline import SERVER, check_names, versions
-from flyby.runs.single import fuse_parcels
+from flyby.runs.server import SERVER, Order, fuse_parcels
 
 POLL = 1.0  # seconds between two looks for new nodes and new answers
 GRACE = 60.0  # seconds for which Flower keeps a message beyond the deadline
@@ -89,18 +88,17 @@ def conduct(grid: Any, asked: Round) -> dict[str, Any]:
             raise BadInput(
                 f"{len(roll.came)} of at least {asked.quorum} parcels came within {asked.deadline}{_why(roll)}"
             )
-        result["model"] = fuse_parcels(
-            [],
+        order = Order(
             out,
             asked.rule,
             asked.fusion_settings(),
             proxy=asked.config("data").proxy,
+            min_sites=asked.quorum,
             seed=asked.seed,
             export=asked.export,
             device=asked.device,
-            gate=gate,
-            min_sites=asked.quorum,
         )
+        result["model"] = fuse_parcels([], order, gate)
         result["seconds"]["fuse"] = round(time.monotonic() - collected, 3)
     except Exception as error:  # what came is kept and told whatever happened: no site can be asked twice
         trouble = error
@@ -137,9 +135,15 @@ def prepare(asked: Round) -> Roll:
         raise BadInput(
             f"{inbox} holds parcels of a round that was cut short; use them with flyby fuse, or take them away"
         )
-    trust = Trust.load(Path(asked.trust).expanduser()) if asked.trust else None
-    policy = Policy(max_bytes=asked.max_bytes, require_signed=asked.require_signed)
-    return Roll(Gate(policy, receiver=SERVER, trust=trust, quarantine=inbox / "refused"), inbox)
+    gate = open_gate(
+        SERVER,
+        out,
+        trust=Path(asked.trust).expanduser() if asked.trust else None,
+        require_signed=asked.require_signed,
+        quarantine=inbox / "refused",
+        max_bytes=asked.max_bytes,
+    )
+    return Roll(gate, inbox)
 
 
 def collect(grid: Any, asked: Round, roll: Roll) -> None:
@@ -198,7 +202,7 @@ def _take_in(reply: Any, node_id: int, names: dict[int, str], roll: Roll, after:
     path = roll.inbox / f"{name or node_id}.parcel"
     try:
         data = _parcel_bytes(reply)
-        check_names([path.stem])
+        check_name(path.stem)
         if path.exists():
             raise SecondCrossing(
                 f"{path.stem} has sent its parcel already; each model crosses once, so give every node a name of"

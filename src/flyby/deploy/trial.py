@@ -19,8 +19,9 @@ from flyby.deploy.round import NodeSettings, Round, joined, must_be_new
 from flyby.files import write_json
 from flyby.fusion import load_predictor
 from flyby.fusion.evaluation import accuracy, evaluate_dataset
-from flyby.runs.config import RunConfig, make_config, pick_device, plan
-from flyby.runs.pipeline import check_names
+from flyby.machine import pick_device
+from flyby.names import check_name
+from flyby.runs.config import RunConfig, make_config, plan
 
 OWN = ("data.", "split.")  # settings of the split, which happens here: nothing that a round could tell its sites
 
@@ -76,7 +77,8 @@ def divided(config: RunConfig, bundle: DataBundle, folder: Path) -> list[NodeSet
     """One .npz a site of the split, with the very images that ``flyby run`` would train that site on."""
     plan(config, bundle)
     split = make_split(bundle.train, config.split, config.seed)
-    check_names(split.shares)
+    for name in split.shares:
+        check_name(name)
     # An .npz does not say that its images must not be flipped; the recipe does.
     unflipped = "" if bundle.mirror or "flip" in config.views else "views.flip=0"
     told = []

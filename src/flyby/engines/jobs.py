@@ -37,6 +37,11 @@ class Job(BaseModel):
     folder: Path
 
     @property
+    def key(self) -> str:
+        """The name of the upload."""
+        return self.recipe.key(self.origin)
+
+    @property
     def parcel_path(self) -> Path:
         return self.folder / f"{self.site}.parcel"
 
@@ -52,7 +57,7 @@ class Job(BaseModel):
         """Whether this very upload is already there; one of another recipe in its place is an error, not a surprise."""
         if not (self.parcel_path.exists() and self.rows_path.exists()):
             return False
-        if parcel.read_manifest(self.parcel_path).provenance.get("key") != self.recipe.key(self.origin):
+        if parcel.read_manifest(self.parcel_path).provenance.get("key") != self.key:
             raise BadInput(f"{self.parcel_path} was made by other settings; use another --out folder, or delete it")
         return True
 

@@ -63,8 +63,8 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
         said = []
         for network in predictor.shelf or predictor.networks:
             seen = LOOKS.features(network, piece, device)  # type: ignore[arg-type]
-            voices = [predictor.voice(network, part.to(device)).cpu() for part in torch.split(seen, BATCH)]  # type: ignore[arg-type]
-            said.append(voices)
+            parts = [part.to(device) for part in torch.split(seen, BATCH)]
+            said.append([predictor.voice(network, part).cpu() for part in parts])  # type: ignore[arg-type]
         for voices, part in zip(zip(*said, strict=True), torch.split(piece, BATCH), strict=True):
             scores.append(predictor.combine([voice.to(device) for voice in voices], part.to(device)).float().cpu())
     return torch.cat(scores)

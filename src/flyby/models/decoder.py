@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flyby.errors import BadInput
 from flyby.models.spec import ModelSpec
+from flyby.settings import complaint
 
 SMALL = 8
 
@@ -38,8 +39,8 @@ class DecoderSpec(BaseModel):
         try:
             return cls(classes=spec.classes, channels=spec.channels, size=spec.size, latent=latent, width=width)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise BadInput(f"no decoder has the {first['loc'][0]} {first['input']!r}: {first['msg'].lower()}") from None
+            place, reason, _, value = complaint(error, value=True)
+            raise BadInput(f"no decoder has the {place} {value!r}: {reason.lower()}") from None
 
     @property
     def doublings(self) -> int:

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
-import flyby.models.plain as plain
 from flyby.models.mobilenet import mobilenet_widths, mobilenetv2
+from flyby.models.plain import (
+    CNN_FOL_WIDTHS,
+    CNN_SMALL_WIDTHS,
+    MLP_WIDTHS,
+    VGG_WILDFIRE_WIDTHS,
+    cnn_fol,
+    cnn_small,
+    mlp,
+    vgg_wildfire,
+)
 from flyby.models.resnet import BLOCKS_18, BLOCKS_34, resnet, resnet_widths
 from flyby.models.shape import Shape
 from flyby.registry import Registry
@@ -40,10 +49,10 @@ def _resnet(blocks: tuple[int, ...]) -> Architecture:
 ARCHITECTURES: Registry[Architecture] = Registry(
     "model",
     {
-        "mlp": Architecture(plain.mlp, plain.MLP_WIDTHS),
-        "cnn-small": Architecture(plain.cnn_small, plain.CNN_SMALL_WIDTHS, smallest=2),
-        "cnn-fol": Architecture(plain.cnn_fol, plain.CNN_FOL_WIDTHS, smallest=18),
-        "vgg-wildfire": Architecture(plain.vgg_wildfire, plain.VGG_WILDFIRE_WIDTHS, smallest=16),
+        "mlp": Architecture(mlp, MLP_WIDTHS),
+        "cnn-small": Architecture(cnn_small, CNN_SMALL_WIDTHS, smallest=2),
+        "cnn-fol": Architecture(cnn_fol, CNN_FOL_WIDTHS, smallest=18),
+        "vgg-wildfire": Architecture(vgg_wildfire, VGG_WILDFIRE_WIDTHS, smallest=16),
         "resnet18": _resnet(BLOCKS_18),
         "resnet34": _resnet(BLOCKS_34),
         "mobilenetv2": Architecture(mobilenetv2, mobilenet_widths(), fan_out=True),

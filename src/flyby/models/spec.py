@@ -25,6 +25,7 @@ from flyby import rng
 from flyby.errors import BadInput, unknown
 from flyby.models.heads import HEADS, Head, uniform_fan_in
 from flyby.models.networks import ARCHITECTURES
+from flyby.settings import complaint
 
 MAX_WIDTH = 65_536
 DEFAULT_MEAN, DEFAULT_STD = 0.5, 0.25
@@ -72,14 +73,14 @@ class ModelSpec(BaseModel):
         try:
             return handler(data)._checked()
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            path = ".".join(str(part) for part in first["loc"]) or "content"
-            if first["type"] == "extra_forbidden":
+            first = complaint(error, value=True)
+            path = first.place or "content"
+            if first.kind == "extra_forbidden":
                 raise unknown("model spec key", path[:64], cls.model_fields) from None
-            where = reprlib.repr(path)[1:-1]  # a foreign key may be long, or hold line breaks
-            if first["type"] == "missing":
+            where = path if len(path) <= 40 else f"{path[:20]}...{path[-17:]}"  # a foreign key may be long
+            if first.kind == "missing":
                 raise BadInput(f"the model spec has no {path!r}; give it one") from None
-            raise BadInput(f"the model spec's {where} is {reprlib.repr(first['input'])}: {first['msg']}") from None
+            raise BadInput(f"the model spec's {where} is {reprlib.repr(first.value)}: {first.reason}") from None
 
     def _checked(self) -> Self:
         architecture, head = ARCHITECTURES[self.name], HEADS[self.head]

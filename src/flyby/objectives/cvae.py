@@ -35,6 +35,7 @@ class Cvae(Supervised):
     """A classifier and a conditional VAE, trained side by side."""
 
     name = "cvae"
+    per_sample = False  # it trains a decoder beside the network
     paper = "FedCVAE: Heinbaugh et al., ICLR 2023"
     provides = Supervised.provides | {"decoder"}
     settings_type: ClassVar[type[ObjectiveSettings]] = CvaeSettings

@@ -26,6 +26,7 @@ class BalancedEtfSettings(ObjectiveSettings):
 
 class BalancedEtf(Supervised):
     name = "etf"
+    per_sample = False  # its loss uses the exact class counts
     paper = "FedETF: Li et al., ICCV 2023"
     provides = frozenset({"weights", "class_counts", "prototypes", "anchors", "calibration"})
     head = "etf"

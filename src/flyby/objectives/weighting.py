@@ -99,7 +99,7 @@ class Cosine(Weighting):
         return self.settings.lambda_start * schedule(progress)
 
 
-class Learner(Weighting):
+class TwoScalars(Weighting):
     """Two scalars, learnt by SGD with momentum from a gradient given in closed form; clipped on their own, to norm
     ``sigma_clip``."""
 
@@ -121,7 +121,7 @@ class Learner(Weighting):
         self.scalars.sub_(self.velocity, alpha=self.settings.sigma_lr)
 
 
-class Learnable(Learner):
+class Learnable(TwoScalars):
     """lambda = softplus(a + b cos(pi p)). The paper names no loss for a and b; ours is lambda L_align / L_local - log
     lambda, whose minimum is the balance lambda = L_local / L_align that uncertainty weighting has too."""
 
@@ -176,7 +176,7 @@ class Kendall(Weighting):
         return {"l_local": self.scalars[0].detach(), "l_align": self.scalars[1].detach()}
 
 
-class Uncertainty(Learner):
+class Uncertainty(TwoScalars):
     """Decoupled uncertainty weighting. ``anneal`` adds the meta-annealing prior, ``stable`` the squared hinge: both
     make AURORA."""
 

@@ -7,7 +7,7 @@ would wash a poisoned model until it looks like others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,6 @@ from flyby.parcels.gate import Gate
 from flyby.parcels.parcel import Parcel
 from flyby.parcels.plausible import judge
 
-Check = Callable[[Parcel], None]
 PROBE = 4
 
 
@@ -43,10 +42,10 @@ def read_inbox(
 
 
 def admit(
-    received: Sequence[Parcel], own: Parcel, site: Site, device: torch.device, check: Check | None = None
+    received: Sequence[Parcel], own: Parcel, site: Site, device: torch.device
 ) -> tuple[list[Candidate], list[str]]:
-    """Candidates from what can be used, and a line for what cannot. ``check`` may refuse a parcel by raising BadInput
-    (a wrong signature, say)."""
+    """Candidates from what can be used, and a line for what cannot. Files of strangers have come through the gate
+    before (:func:`read_inbox`); here a model must fit this node and answer its images."""
     admitted: list[Candidate] = []
     log: list[str] = []
     seen = {own.manifest.sender}
@@ -57,13 +56,9 @@ def admit(
                 raise BadInput("this node has its model already; every pair exchanges once")
             seen.add(sender)
             _check_manifest(item, site)
-            if check is not None:
-                check(item)
             candidate = Candidate.of(item, device)
             _check_runs(candidate, site)
-        except (
-            Exception
-        ) as error:  # whatever a stranger's model does, it is the stranger's fault and not the end of the round
+        except Exception as error:  # whatever a stranger's model does, it is the stranger's fault, not the round's end
             reason = (
                 str(error)
                 if isinstance(error, BadInput)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyby.orient.distill import Distilled, softened_kl
+from flyby.objectives.kd import softened_kl
+from flyby.orient.distill import Distilled
 from flyby.orient.stack import Stack
 from flyby.rng import generator
 

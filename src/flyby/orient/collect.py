@@ -22,7 +22,7 @@ from flyby.parcels.ledger import Ledger
 from flyby.rng import generator
 
 SCHEMA = 1
-Round = Mapping[str, tuple[str, ...]]
+Meetings = Mapping[str, tuple[str, ...]]  # of one round: whose models reach each node
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Schedule:
     """``rounds[e][node]`` are the senders whose models reach a node in round e + 1, in the order they come."""
 
     nodes: tuple[str, ...]
-    rounds: tuple[Round, ...]
+    rounds: tuple[Meetings, ...]
 
     def __post_init__(self) -> None:
         known, seen = set(self.nodes), set()

@@ -7,19 +7,13 @@ The teacher's logits A are those cached on the node's training images, so the st
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flyby.data.site import Part
+from flyby.objectives.kd import softened_kl
 from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack, Tensors
 from flyby.orient.tuning import Penalty, Problem, cross_entropy
-
-
-def softened_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(softmax(teacher/T) || softmax(student/T)) of each sample, over the last dimension."""
-    log_s, log_t = F.log_softmax(student / temperature, -1), F.log_softmax(teacher / temperature, -1)
-    return F.kl_div(log_s, log_t, reduction="none", log_target=True).sum(-1)
 
 
 class Distilled(Problem):

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import flyby.orient.adapt as adapt
-import flyby.orient.bounds as bounds
 from flyby.data.site import Site
 from flyby.errors import BadInput
 from flyby.fusion.ensembles.experts import ExpertsPredictor, expert_votes
 from flyby.fusion.predictor import Ensemble, Predictor, Single
 from flyby.fusion.weights.average import AverageSettings, FedAvg
-from flyby.orient.admit import Check, admit, part_logits, screen
+from flyby.orient.adapt import finetune, posttune, prune, shrink
+from flyby.orient.admit import admit, part_logits, screen
+from flyby.orient.bounds import smoothness, theorem_1, theorem_2
 from flyby.orient.candidate import Candidate
 from flyby.orient.collect import retain
 from flyby.orient.distill import Distilled
@@ -55,7 +55,6 @@ class Work:
     device: torch.device
     own: Candidate
     peers: list[Candidate]
-    check: Check | None = None
     chosen: list[Candidate] = field(default_factory=list)
     teacher: Predictor | None = None
     teacher_logits: dict[str, Tensor] = field(default_factory=dict)
@@ -89,8 +88,16 @@ class Personal:
     log: list[str]
 
 
+@dataclass(frozen=True)
+class History:
+    """What a node brings from its earlier rounds: the peers it ``kept``, and the ``number`` of the round now."""
+
+    kept: Sequence[Candidate] = ()
+    number: int = 1
+
+
 def admit_stage(work: Work) -> None:
-    fresh, log = admit(work.received, work.own_parcel, work.site, work.device, work.check)
+    fresh, log = admit(work.received, work.own_parcel, work.site, work.device)
     work.log += log
     room = max(0, work.settings.buffer - len(work.peers))
     work.log += [f"left out {c.sender}: the buffer holds {work.settings.buffer} models" for c in fresh[room:]]
@@ -111,19 +118,19 @@ def company_stage(work: Work) -> None:
 
 
 def finetune_stage(work: Work) -> None:
-    adapt.finetune(work.to_adapt, work.site, work.settings, work.key)
+    finetune(work.to_adapt, work.site, work.settings, work.key)
 
 
 def prune_stage(work: Work) -> None:
-    adapt.prune(work.to_adapt, work.own, work.site, work.settings, work.key)
+    prune(work.to_adapt, work.own, work.site, work.settings, work.key)
 
 
 def posttune_stage(work: Work) -> None:
-    adapt.posttune(work.to_adapt, work.site, work.settings, work.key)
+    posttune(work.to_adapt, work.site, work.settings, work.key)
 
 
 def shrink_stage(work: Work) -> None:
-    adapt.shrink(work.to_adapt, work.site, work.settings)
+    shrink(work.to_adapt, work.site, work.settings)
     for candidate in work.peers:
         candidate.adapted = True
 
@@ -199,19 +206,19 @@ def distill_stage(work: Work) -> None:
     if s.diagnostics:
         part_logits([student], site, "train", s)
         penalty = problem.penalty(tuned.stack.parameters)
-        work.facts["theorem_1"] = bounds.theorem_1(
+        work.facts["theorem_1"] = theorem_1(
             student.logits["train"],
             work.teacher_logits["train"],
             site.train.labels,
             s.temperature,
             0.0 if penalty is None else float(penalty.detach()),
         )
-        curvature = bounds.smoothness(tuned.stack, problem, site.train.images)
+        curvature = smoothness(tuned.stack, problem, site.train.images)
         # The anchor's own curvature 2 lambda is all the convexity that can be vouched for.
         work.facts["theorem_2"] = {
             "smoothness": curvature,
             "convexity": 2 * s.anchor,
-            **bounds.theorem_2(s.lr, 2 * s.anchor, curvature),
+            **theorem_2(s.lr, 2 * s.anchor, curvature),
         }
 
 
@@ -248,36 +255,32 @@ def orient(
     received: Sequence[Parcel],
     site: Site,
     settings: OrientSettings | None = None,
+    *,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    *,
     variant: str = "fol",
-    kept: Sequence[Candidate] = (),
-    number: int = 1,
-    check: Check | None = None,
+    history: History | None = None,
 ) -> Personal:
-    """One node, one round: personalise ``own`` with what was ``received`` (and the peers ``kept`` from the round
-    before), on the site's own train and validation data. A neighbour that cannot be used is refused with a reason in
-    the log; a node without a usable one keeps its own model.
+    """One node, one round: personalise ``own`` with what was ``received`` (and what it kept of the rounds before), on
+    the site's own train and validation data. A neighbour that cannot be used is refused with a reason in the log; a
+    node without a usable one keeps its own model.
     """
-    settings = settings or OrientSettings()
+    settings, history = settings or OrientSettings(), history or History()
     stages, device = {name: STAGES[name] for name in VARIANTS[variant].stages}, torch.device(device)
     check_site(own, site, variant)
     if "prune" in stages:
-        channel_groups(
-            own.manifest.spec.replace(head="linear")
-        )  # says now, not after an hour, if torch-pruning is missing
+        # Says now, not after an hour, that torch-pruning is missing.
+        channel_groups(own.manifest.spec.replace(head="linear"))
     mine = Candidate.of(own, device)
     work = Work(
         own,
         received,
         _only_train_and_val(site).to(device),
         settings,
-        (seed, site.id, "orient", number),
+        (seed, site.id, "orient", history.number),
         device,
         mine,
-        list(kept),
-        check,
+        list(history.kept),
     )
     seconds: dict[str, float] = {}
     for name, stage in stages.items():
@@ -287,7 +290,7 @@ def orient(
         if work.done:
             break
     work.facts["seconds"] = seconds
-    return _personal(work, variant, number)
+    return _personal(work, variant, history.number)
 
 
 def check_site(own: Parcel, site: Site, variant: str) -> None:
@@ -307,7 +310,7 @@ def check_site(own: Parcel, site: Site, variant: str) -> None:
 def _only_train_and_val(site: Site) -> Site:
     """The site without its test part: what is not there cannot choose anything."""
     nothing = type(site.test)(site.test.images[:0], site.test.labels[:0])
-    return Site(site.id, site.train, site.val, nothing, site.class_names, site.mirror)
+    return replace(site, test=nothing)
 
 
 def _personal(work: Work, variant: str, number: int) -> Personal:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from flyby.orient.settings import OrientSettings
 from flyby.orient.stack import Stack, Tensors, full
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape
+from flyby.training.steps import autocast, batches
 
 Penalty = Tensor | None
 EVALUATION_BATCH = 256
@@ -135,7 +135,7 @@ class Stepper:
 
     def _step(self, x: Tensor, labels: Tensor, rows: Tensor) -> None:
         stack, problem = self.stack, self.problem
-        with autocast(self.settings, stack.device):
+        with autocast(self.settings.precision, stack.device, cached=False):
             logits = full(stack.logits(x, problem.effective(stack.parameters), training=True))
         losses = problem.data_term(logits, labels, rows)
         penalty = problem.penalty(stack.parameters)
@@ -188,9 +188,9 @@ def tune(
     for epoch in range(1, epochs + 1):
         rng = generator(*key, "views", epoch, device=device)
         step.total.zero_()
-        order = batches(len(train), settings.batch, generator(*key, "order", epoch)).to(device)
+        order = list(batches(len(train), settings.batch, generator(*key, "order", epoch), device))
         with one_shape():
-            for rows in order.unbind(0):
+            for rows in order:
                 step(augment(train.images[rows], views, mean, std, rng), train.labels[rows], rows)
         losses = step.look(site.val)
         means = (step.total / len(order)).tolist()
@@ -239,31 +239,14 @@ def stack_logits(stack: Stack, images: Tensor, settings: OrientSettings, paramet
     """Logits ``[M, N, C]`` in evaluation mode, in pieces."""
     pieces = []
     for piece in torch.split(images, EVALUATION_BATCH):
-        with autocast(settings, stack.device):
+        with autocast(settings.precision, stack.device, cached=False):
             pieces.append(full(stack.logits(stack.spec.prepare(piece), parameters)))
     return torch.cat(pieces, dim=1)
-
-
-def batches(samples: int, batch: int, rng: torch.Generator) -> Tensor:
-    """One epoch's rows ``[steps, batch]``: a permutation whose beginning fills up the last batch, as in the
-    pretraining."""
-    batch = max(2, min(batch, samples))
-    steps = math.ceil(samples / batch)
-    order = torch.randperm(samples, generator=rng)
-    return order[torch.arange(steps * batch) % samples].view(steps, batch)
 
 
 def views_of(site: Site, settings: OrientSettings) -> ViewSettings:
     views = settings.views if settings.views is not None else Supervised.views(site.size, site.mirror)
     return views.model_copy(update={"views": 1})
-
-
-def autocast(settings: OrientSettings, device: torch.device) -> AbstractContextManager[Any]:
-    if settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda"):
-        return torch.autocast(
-            device.type, dtype=torch.bfloat16, cache_enabled=False
-        )  # a cached cast would not be replayed by a graph
-    return nullcontext()
 
 
 def clone(tensors: Tensors) -> Tensors:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flyby.errors import BadInput
+from flyby.names import printable
 from flyby.parcels.container import Truncated
 from flyby.parcels.parcel import Manifest
 
@@ -97,7 +98,7 @@ class Arrivals:
     def late(self) -> list[str]:
         """Parcel files that appeared after the wait ended; they took no part."""
         try:
-            return sorted(_printable(name) for name in set(_names(self.inbox)) - self.seen)
+            return sorted(printable(name) for name in set(_names(self.inbox)) - self.seen)
         except OSError:
             return []
 
@@ -161,7 +162,7 @@ class Watched:
 
     def _judge(self, name: str, kind: str) -> None:
         if kind != "file":  # opening a pipe would wait for ever, and a link leads out of the inbox
-            self._refused[name] = f"{_printable(name)} is a {kind}, which is never opened; put the parcel itself there"
+            self._refused[name] = f"{printable(name)} is a {kind}, which is never opened; put the parcel itself there"
             return
         try:
             manifest = self.check(self.folder / name)
@@ -176,7 +177,7 @@ class Watched:
             return
         if self.names and manifest.sender not in self.names:
             self._refused[name] = (
-                f"{_printable(name)} comes from {manifest.sender}, who is not expected; add the name to --expect"
+                f"{printable(name)} comes from {manifest.sender}, who is not expected; add the name to --expect"
             )
         else:
             self._found[name] = manifest
@@ -189,22 +190,22 @@ class Watched:
         refused = dict(self._refused)
         for name, manifest in sorted(self._found.items()):
             if manifest.sender in first:
-                other = _printable(first[manifest.sender])
+                other = printable(first[manifest.sender])
                 same = (
                     "the same parcel as"
                     if manifest.digest == made.parcels[self.folder / first[manifest.sender]].digest
                     else "another parcel than"
                 )
                 refused[name] = (
-                    f"{_printable(name)} is {same} {other}, from the same sender {manifest.sender}; each model crosses"
+                    f"{printable(name)} is {same} {other}, from the same sender {manifest.sender}; each model crosses"
                     " once"
                 )
             else:
                 first[manifest.sender] = name
                 made.parcels[self.folder / name] = manifest
-        made.refused = {_printable(name): reason for name, reason in sorted(refused.items())}
+        made.refused = {printable(name): reason for name, reason in sorted(refused.items())}
         made.rejected = [self.folder / name for name in sorted(self._rejected)]
-        made.unfinished = {_printable(name): reason for name, reason in made.unfinished.items()}
+        made.unfinished = {printable(name): reason for name, reason in made.unfinished.items()}
         return made
 
 
@@ -321,11 +322,6 @@ def _causes(error: BaseException, kind: type[BaseException]) -> bool:
     return False
 
 
-def _printable(name: str) -> str:
-    """A file name that a stranger chose, on one line and without control characters."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
-
-
 # -- telling people
 
 Tell = Callable[[Arrivals, float | None, str], None]
@@ -365,7 +361,7 @@ def _status_line(quorum: Quorum) -> Iterator[Tell]:
 
     def news(made: Arrivals) -> list[str]:
         now = {
-            f"{path.name} {manifest.digest}": f"{manifest.sender} is there: {_printable(path.name)}"
+            f"{path.name} {manifest.digest}": f"{manifest.sender} is there: {printable(path.name)}"
             for path, manifest in made.parcels.items()
         }
         now |= {f"{name} {reason}": f"refused: {reason}" for name, reason in made.refused.items()}

@@ -205,7 +205,7 @@ def _checked_scale(name: str, stored: Mapping[str, Tensor]) -> Tensor:
 # The safetensors header
 
 
-class Entry(NamedTuple):
+class Span(NamedTuple):
     """Where a stored tensor lies: ``start`` and ``end`` count from the first byte after the header."""
 
     dtype: str
@@ -214,15 +214,15 @@ class Entry(NamedTuple):
     end: int
 
 
-def header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+def header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Span]]:
     """A safetensors header for tensors of these dtypes and shapes, and where each goes: by falling item size, which
     keeps all of them aligned, then by name."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, Span] = {}
     end = 0
     for name in sorted(tensors, key=lambda name: (-DTYPES[tensors[name][0]].itemsize, name)):
         dtype, shape = tensors[name]
         start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        entries[name] = Entry(dtype, shape, start, end)
+        entries[name] = Span(dtype, shape, start, end)
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     table |= {
         name: {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.end]}
@@ -232,7 +232,7 @@ def header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]
     return text + b" " * (-len(text) % 8), entries
 
 
-def parse_header(text: bytes, length: int) -> tuple[Any, dict[str, Entry]]:
+def parse_header(text: bytes, length: int) -> tuple[Any, dict[str, Span]]:
     """(metadata, tensors in the order of the file), if the tensors fill the ``length`` bytes after the header without
     gap or overlap."""
     table = parse_json(text)
@@ -270,7 +270,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     return value
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any) -> Span:
     def sizes(numbers: Any) -> bool:
         return (
             isinstance(numbers, list)
@@ -288,4 +288,4 @@ def _entry(name: str, value: Any) -> Entry:
         raise BadInput(f"tensor {name!r} has an impossible shape")
     if not sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
         raise BadInput(f"tensor {name!r} of {dtype} {shape} does not fit its offsets")
-    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
+    return Span(dtype, tuple(shape), offsets[0], offsets[1])

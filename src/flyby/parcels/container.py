@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from flyby.errors import BadInput
-from flyby.parcels.codecs import DTYPES, Entry, Shape, header, parse_header
+from flyby.names import printable
+from flyby.parcels.codecs import DTYPES, Span, Shape, header, parse_header
 
 MAGIC = b"\x89FLYBY\r\n"
 SCHEMA = 1
@@ -67,11 +68,6 @@ class ParcelError(BadInput):
         super().__init__(printable(short))
 
 
-def printable(text: str) -> str:
-    """A stranger's words without control characters, escape sequences or turned writing direction."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 class NotAParcel(ParcelError):
     """The file is something else."""
 
@@ -100,7 +96,7 @@ class TooLarge(ParcelError):
     """The file, a part of it, or what it decodes to is larger than allowed."""
 
 
-def head(manifest: bytes, signature: bytes, stored: Mapping[str, tuple[str, Shape]]) -> tuple[bytes, dict[str, Entry]]:
+def head(manifest: bytes, signature: bytes, stored: Mapping[str, tuple[str, Shape]]) -> tuple[bytes, dict[str, Span]]:
     """Everything before the first tensor, and the order of the tensors; the payload's header is a function of the
     manifest."""
     table, entries = header(stored, {"manifest": hashlib.sha256(manifest).hexdigest()})
@@ -190,7 +186,7 @@ def _exactly(file: io.BufferedIOBase, length: int, label: str) -> bytearray:
     return buffer
 
 
-def read_table(file: io.BufferedIOBase, payload_length: int, label: str, manifest_digest: str) -> dict[str, Entry]:
+def read_table(file: io.BufferedIOBase, payload_length: int, label: str, manifest_digest: str) -> dict[str, Span]:
     """The header of the safetensors payload: the tensors in file order."""
     if payload_length < 8:
         raise Corrupt(f"{label}: its payload of {payload_length} bytes is too short for safetensors")
@@ -208,7 +204,7 @@ def read_table(file: io.BufferedIOBase, payload_length: int, label: str, manifes
     return entries
 
 
-def read_tensor(file: io.BufferedIOBase, label: str, name: str, entry: Entry, sha256: str) -> Tensor:
+def read_tensor(file: io.BufferedIOBase, label: str, name: str, entry: Span, sha256: str) -> Tensor:
     """One tensor, whose bytes must have the hash that the manifest gives and whose values must be finite."""
     buffer = _exactly(file, entry.end - entry.start, label)
     if hashlib.sha256(buffer).hexdigest() != sha256:

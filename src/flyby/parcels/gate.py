@@ -33,6 +33,7 @@ from flyby import files
 from flyby.data.site import Part
 from flyby.errors import BadInput
 from flyby.models.spec import ModelSpec
+from flyby.names import printable
 from flyby.parcels import container, parcel, plausible, signing
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Manifest, Parcel
@@ -392,7 +393,7 @@ class Gate:
     # -- those that stay outside
 
     def _refuse(self, source: Path | Parcel, manifest: Manifest | None, error: Refused) -> None:
-        name = container.printable(source.name) if isinstance(source, Path) else _label(source)
+        name = printable(source.name) if isinstance(source, Path) else _label(source)
         self._refused[_key(source)] = Refusal(
             name, manifest.sender if manifest else None, error.stage, str(error), source
         )
@@ -488,7 +489,7 @@ def _key(source: Path | Parcel) -> str:
 
 
 def _label(source: Path | Parcel) -> str:
-    return source.manifest.sender if isinstance(source, Parcel) else container.printable(str(source))
+    return source.manifest.sender if isinstance(source, Parcel) else printable(str(source))
 
 
 def _some(names: Sequence[str]) -> str:

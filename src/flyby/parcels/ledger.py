@@ -11,12 +11,10 @@ from pydantic.dataclasses import dataclass
 
 from flyby import files
 from flyby.errors import BadInput
+from flyby.names import Name
+from flyby.settings import sentence
 
 SCHEMA = 1
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_:@+-][A-Za-z0-9._:@+-]{0,127}$")]
-"""A participant's name as it stands in parcels and ledgers: printable, without spaces, slashes or a first dot (``..``
-is a place, not a name), fit for a file name or a table."""
 
 
 class SecondCrossing(BadInput):
@@ -52,7 +50,7 @@ class Ledger:
         try:
             crossing = Crossing(sender, receiver, bytes, digest, round)
         except ValidationError as error:
-            raise BadInput(f"not a valid crossing: {_first(error)}") from None
+            raise BadInput(f"not a valid crossing: {sentence(error)}") from None
         self._add(crossing)
 
     def _add(self, crossing: Crossing) -> None:
@@ -112,13 +110,7 @@ class Ledger:
                     raise BadInput("it should be an object")
                 ledger._add(Crossing(**row))
             except ValidationError as error:
-                raise BadInput(f"{path}: crossing {index} is not valid: {_first(error)}") from None
+                raise BadInput(f"{path}: crossing {index} is not valid: {sentence(error)}") from None
             except BadInput as error:
                 raise type(error)(f"{path}: crossing {index} is not valid: {error}") from None
         return ledger
-
-
-def _first(error: ValidationError) -> str:
-    """The first of pydantic's complaints, as one phrase."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

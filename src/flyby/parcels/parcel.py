@@ -23,8 +23,9 @@ from torch import Tensor
 from flyby import files
 from flyby.errors import BadInput
 from flyby.models.spec import ModelSpec, Network, Shapes
+from flyby.names import Name
 from flyby.parcels import container
-from flyby.parcels.codecs import DTYPE_NAMES, DTYPES, MAX_DIMENSIONS, MAX_EXTENT, Entry, codec, parse_json
+from flyby.parcels.codecs import DTYPE_NAMES, DTYPES, MAX_DIMENSIONS, MAX_EXTENT, Span, codec, parse_json
 from flyby.parcels.container import (
     MAGIC,
     MAX_BYTES,
@@ -37,7 +38,7 @@ from flyby.parcels.container import (
     Truncated,
     WrongShape,
 )
-from flyby.parcels.ledger import Name
+from flyby.settings import sentence
 
 __all__ = [
     "Parcel",
@@ -288,7 +289,7 @@ def _encode(
     return stored
 
 
-def _head(manifest: Manifest, signature: bytes) -> tuple[bytes, dict[str, Entry]]:
+def _head(manifest: Manifest, signature: bytes) -> tuple[bytes, dict[str, Span]]:
     return container.head(
         manifest.to_bytes(), signature, {name: (info.dtype, info.shape) for name, info in manifest.tensors.items()}
     )
@@ -336,7 +337,7 @@ def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Par
 
 def _read_head(
     file: io.BufferedIOBase, size: int, label: str, max_bytes: int | None = None
-) -> tuple[Manifest, bytes, dict[str, Entry]]:
+) -> tuple[Manifest, bytes, dict[str, Span]]:
     """Everything before the first tensor: the manifest, the signature, and a table of tensors that agrees with the
     manifest."""
     start = container.read_start(file, size, label, max_bytes)
@@ -368,9 +369,7 @@ def _parse_manifest(label: str, text: bytes, ours: bool = False) -> Manifest:
             manifest = Manifest.model_validate_json(text)
             canonical = ours or manifest.to_bytes() == text
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise BadInput((f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")) from None
+            raise BadInput(sentence(error)) from None
         except (ValueError, RecursionError) as error:
             raise BadInput(str(error)) from None
         if not canonical:

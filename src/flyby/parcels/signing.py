@@ -33,8 +33,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from flyby import files
 from flyby.errors import BadInput
-from flyby.parcels.ledger import Name
+from flyby.names import PATTERN, Name, check_name
 from flyby.parcels.parcel import Parcel
+from flyby.settings import sentence
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -44,9 +45,8 @@ VERSION = 1
 PUBLIC, SIGNATURE = 32, 64
 BLOCK = 1 + PUBLIC + SIGNATURE
 
-_SENDER = re.compile(r"[A-Za-z0-9._:@+-]{1,128}")
-_PUBLIC_LINE = re.compile(rb"flyby-ed25519 ([A-Za-z0-9+/]{43}=) ([A-Za-z0-9._:@+-]{1,128})\n?")
-_NAME_LINE = re.compile(rb"flyby sender: ([A-Za-z0-9._:@+-]{1,128})\n")
+_PUBLIC_LINE = re.compile(rf"flyby-ed25519 ([A-Za-z0-9+/]{{43}}=) ({PATTERN})\n?".encode())
+_NAME_LINE = re.compile(rb"flyby sender: ?(.*)\n")
 _LARGEST = 1 << 16  # bytes of a key file; nobody's key is longer
 
 
@@ -165,8 +165,7 @@ def new_key(sender: str, folder: Path) -> tuple[Path, Path, PublicKey]:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    if not _SENDER.fullmatch(sender):
-        raise BadInput(f"a sender cannot be called {sender!r}; use letters, digits and . _ : @ + - only")
+    check_name(sender)
     secret, public = folder / f"{sender}.key", folder / f"{sender}.pub"
     for path in (secret, public):
         if path.exists():
@@ -192,7 +191,10 @@ def read_private(path: Path | str) -> PrivateKey:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     data = _read(path)
-    named = _NAME_LINE.match(data)
+    named, sender = _NAME_LINE.match(data), None
+    if named:
+        sender = named[1].decode(errors="replace")
+        check_name(sender)
     key = None
     with contextlib.suppress(ValueError, TypeError, UnsupportedAlgorithm):
         key = load_pem_private_key(data[named.end() if named else 0 :], password=None)
@@ -200,7 +202,7 @@ def read_private(path: Path | str) -> PrivateKey:
         raise BadInput(f"{path} is not an unencrypted Ed25519 private key; make one with: flyby keys new NAME")
     if os.name == "posix" and Path(path).stat().st_mode & 0o077:
         raise BadInput(f"{path} can be read by others than its owner; make it private with: chmod 600 {path}")
-    return PrivateKey(key, named[1].decode() if named else None)
+    return PrivateKey(key, sender)
 
 
 def read_public(path: Path | str) -> PublicKey:
@@ -263,11 +265,7 @@ class Trust(BaseModel):
         try:
             trust = cls.model_validate_json(Path(path).read_bytes())
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise BadInput(
-                f"{path} is not a trust file: {where}: {first['msg'].removeprefix('Value error, ')}"
-            ) from None
+            raise BadInput(f"{path} is not a trust file: {sentence(error)}") from None
         owners: dict[str, str] = {}
         for sender, keys in trust.senders.items():
             for key in keys:
@@ -289,8 +287,7 @@ class Trust(BaseModel):
     def add(self, sender: str, key: PublicKey, *, also: bool = False, replace: bool = False) -> None:
         """Trusts a key as ``sender``'s. Another key of a known sender is never replaced by the way: say ``also`` or
         ``replace``."""
-        if not _SENDER.fullmatch(sender):
-            raise BadInput(f"a sender cannot be called {sender!r}; use letters, digits and . _ : @ + - only")
+        check_name(sender)
         owner, known = self.owner_of(key.raw), self.senders.get(sender, [])
         if owner not in (None, sender):
             raise BadInput(f"this key is trusted as {owner}'s already; every sender needs a key of its own")

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from flyby.drawing import ACCENT, INK, PALETTE, WIDTH, Drawing, canvas, clean, place_axes
 from flyby.errors import BadInput
+from flyby.orient.settings import VARIANTS
 from flyby.report import page
-from flyby.report.read import NODES, RunData
+from flyby.report.read import RunData
+from flyby.runs.methods import METHODS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Facts = Mapping[str, dict[str, Any]]
-LABELS = {"fol": "FOL", "fol-a": "FOL", "fol-n": "FOL-N", "fol-an": "FOL-N", "gossip": "FedAvg", "local": "local"}
+LABELS = {"fol": "FOL", "fol-a": "FOL", "fol-n": "FOL-N", "fol-an": "FOL-N", "gossip": "FedAvg"}
 FEW = 12  # nodes that can be named beside their lines
 WORSE = PALETTE[1]
 
@@ -25,15 +27,13 @@ def sections_of(run: RunData) -> list[dict[str, Any]]:
     """The sections of a run whose nodes met, from what its folder says of each of them; none of any other run."""
     if not run.nodes:
         return []
-    from flyby.runs.methods import METHODS  # only here: most reports need no torch
-
     method = str(run.result.get("method"))
     variant = METHODS[method].orient if method in METHODS else None
     try:
         return sections(run.nodes, variant or method, int(run.result["rounds"]))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise BadInput(
-            f"{NODES}/ of the run {run.name} does not hold what was measured at its nodes ({type(error).__name__}:"
+            f"nodes/ of the run {run.name} does not hold what was measured at its nodes ({type(error).__name__}:"
             f" {error}); take the folder away, or run it again"
         ) from None
 
@@ -45,8 +45,6 @@ def sections(facts: Facts, variant: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def nodes(facts: Facts, variant: str, last: int) -> dict[str, Any]:
-    from flyby.orient.settings import VARIANTS
-
     student = LABELS.get(variant, variant)
     teacher = student.replace("FOL", "FOL-A").replace("FOL-A-N", "FOL-AN")
     both = student.startswith("FOL")

@@ -12,9 +12,7 @@ from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import read_json
 from flyby.report.page import natural, number
-
-RESULT, CONFIG, SPLIT, LEDGER, EXTRA = "result.json", "config.json", "split.json", "ledger.json", "extra.json"
-METRICS, NODES, EVENTS, REPORT = "metrics.jsonl", "nodes", "tensorboard", "report.html"
+from flyby.runs.folder import Run
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,18 @@ class RunData:
 
     @classmethod
     def read(cls, folder: Path) -> RunData:
-        def whole(name: str, kind: type) -> Any:
-            return read_as(folder / name, kind) if (folder / name).exists() else kind()
-
-        result = read_as(folder / RESULT, dict)
+        run = Run(folder)
+        result = read_as(run.result_path, dict)
+        judged = result.get("per_client")
         return cls(
             folder.resolve().name,
             result,
-            whole(CONFIG, dict),
-            whole(SPLIT, dict),
-            read_rows(folder / METRICS),
-            whole(LEDGER, dict),
-            whole(EXTRA, list),
-            read_nodes(folder / NODES, result.get("per_client") or {}),
+            config=_whole(run.config, dict),
+            split=_whole(run.split, dict),
+            metrics=read_rows(run.metrics),
+            ledger=_whole(run.ledger, dict),
+            extra=_whole(run.extra, list),
+            nodes=read_nodes(run.nodes, judged if isinstance(judged, dict) else ()),
         )
 
     @property
@@ -93,6 +90,10 @@ def read_as(path: Path, kind: type) -> Any:
             " anew"
         )
     return value
+
+
+def _whole(path: Path, kind: type) -> Any:
+    return read_as(path, kind) if path.exists() else kind()
 
 
 def read_nodes(folder: Path, judged: Iterable[str]) -> dict[str, dict[str, Any]]:

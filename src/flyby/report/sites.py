@@ -80,9 +80,8 @@ def classes(runs: list[RunData]) -> str:
 
 def clients(runs: list[RunData]) -> str:
     several, shared = len(runs) > 1, len({run.split_hash for run in runs}) == 1
-    columns: list[
-        tuple[str, str, dict[str, Any], Callable[[float | None], str]]
-    ] = []  # run, heading, cells, how to show one
+    # Run, heading, cells, how to show one.
+    columns: list[tuple[str, str, dict[str, Any], Callable[[float | None], str]]] = []
     for run in runs:
         group = run.name if several else ""
         held = {site: sum(row) for site, row in run.counts().items()}

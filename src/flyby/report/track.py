@@ -9,7 +9,8 @@ from pathlib import Path
 from flyby.errors import BadInput
 from flyby.files import atomic_folder
 from flyby.report.page import number
-from flyby.report.read import EVENTS, METRICS, read_rows
+from flyby.report.read import read_rows
+from flyby.runs.folder import Run
 
 
 def check_tracking() -> None:
@@ -26,9 +27,10 @@ def write_events(folder: Path) -> Path:
     check_tracking()
     from torch.utils.tensorboard import SummaryWriter
 
+    run = Run(folder)
     writers: dict[str, SummaryWriter] = {}
-    with atomic_folder(folder / EVENTS) as place:
-        for row in read_rows(folder / METRICS):
+    with atomic_folder(run.events) as place:
+        for row in read_rows(run.metrics):
             site, epoch = str(row.get("site", "")), number(row.get("epoch"))
             if not site or epoch is None:
                 continue
@@ -39,4 +41,4 @@ def write_events(folder: Path) -> Path:
                     writers[site].add_scalar(name, scalar, int(epoch))
         for writer in writers.values():
             writer.close()
-    return folder / EVENTS
+    return run.events

@@ -17,8 +17,9 @@ from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.report import figures, nodes, page, sites, trajectories
-from flyby.report.read import REPORT, RESULT, RunData
+from flyby.report.read import RunData
 from flyby.report.sections import pictures
+from flyby.runs.folder import Run
 
 SETTINGS = ("method", "objective", "fusion", "model", "data", "clients", "split", "alpha", "epochs", "seed")
 
@@ -26,22 +27,19 @@ SETTINGS = ("method", "objective", "fusion", "model", "data", "clients", "split"
 def write_report(folder: Path) -> Path:
     """Write ``folder/report.html`` for a run folder, or for a folder whose direct children are run folders, and return
     its path."""
-    folder = Path(folder)
-    if (folder / RESULT).is_file():
+    folder, run = Path(folder), Run(folder)
+    if run.finished:
         runs = [RunData.read(folder)]
     else:
         children = sorted(folder.iterdir(), key=lambda child: page.natural(child.name)) if folder.is_dir() else []
-        runs = [
-            RunData.read(child) for child in children if not child.name.startswith(".") and (child / RESULT).is_file()
-        ]
+        runs = [RunData.read(child) for child in children if not child.name.startswith(".") and Run(child).finished]
     if not runs:
         raise BadInput(
-            f"{folder} holds neither {RESULT} nor run folders; name the --out folder of a finished run, or a folder"
-            " of them"
+            f"{folder} holds neither {run.result_path.name} nor run folders; name the --out folder of a finished run,"
+            " or a folder of them"
         )
-    path = folder / REPORT
-    write_text(path, build_html(runs, folder.resolve().name))
-    return path
+    write_text(run.report, build_html(runs, folder.resolve().name))
+    return run.report
 
 
 def build_html(runs: list[RunData], title: str) -> str:

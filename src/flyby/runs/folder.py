@@ -127,6 +127,7 @@ class Run:
         self.extra = self.path / "extra.json"
         self.schedule = self.path / "schedule.json"
         self.report = self.path / "report.html"
+        self.events = self.path / "tensorboard"
         self.parcels = self.path / "parcels"
         self.model = self.path / "global"
         self.personal = self.path / "personal"

@@ -59,7 +59,7 @@ def orient_folder(
     files = inbox() if callable(inbox) else inbox  # a wait, once all else is known to be right
     gate = entrance(sender)
     received, refused = read_inbox(files, gate, own)
-    made = orient(own, received, site, settings, wish.seed, pick_device(wish.device), variant=wish.variant)
+    made = orient(own, received, site, settings, seed=wish.seed, device=pick_device(wish.device), variant=wish.variant)
     facts = plain({"log": refused + gate.notes + made.log, "candidates": made.rows, **made.facts})
     with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
         card = {"method": wish.variant, "node": sender, "neighbours": len(made.rows) - 1}

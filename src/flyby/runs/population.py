@@ -23,7 +23,7 @@ from flyby.fusion.evaluation import accuracy, scores_of
 from flyby.fusion.predictor import Predictor, Single, save_predictor
 from flyby.orient.candidate import Candidate
 from flyby.orient.collect import Schedule, make_schedule, record_round
-from flyby.orient.pipeline import Personal, orient
+from flyby.orient.pipeline import History, Personal, orient
 from flyby.orient.settings import FleetSettings, stage_defaults
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
@@ -145,11 +145,10 @@ class Population:
             inbox,
             node.site,
             self.settings,
-            self.config.seed,
-            self.device,
+            seed=self.config.seed,
+            device=self.device,
             variant=self.variant,
-            kept=node.kept,
-            number=number,
+            history=History(node.kept, number),
         )
         node.versions.append(made.own)
         node.kept = made.kept

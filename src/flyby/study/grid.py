@@ -18,13 +18,14 @@ from typing import Any
 from flyby.data.splits import SPLITS, Split
 from flyby.engines.engine import engine_named
 from flyby.errors import BadInput, Diverged, unknown
-from flyby.files import digest, read_json, write_text
+from flyby.files import digest, write_text
 from flyby.fusion import FUSIONS
 from flyby.machine import hardware, pick_device, versions
 from flyby.objectives import OBJECTIVES
 from flyby.runs.config import RunConfig, make_config
+from flyby.runs.folder import Run
 from flyby.runs.methods import METHODS, check_pair
-from flyby.runs.pipeline import run
+from flyby.runs.pipeline import Options, run
 from flyby.settings import build
 from flyby.study.catalogue import Study
 
@@ -210,9 +211,9 @@ def run_study(
 
 def attempt(cell: Cell, *, work: Path, engine: str | None, device: str, quiet: bool) -> dict[str, Any] | Diverged:
     """Run one cell; that it diverged is a result too."""
-    folder, store = work / "runs" / cell.key, work / "uploads"
+    options = Options(engine=engine, device=device, resume=True, quiet=quiet, store=work / "uploads", keep=False)
     try:
-        return run(cell.config, folder, store=store, resume=True, quiet=quiet, engine=engine, device=device, brief=True)
+        return run(cell.config, work / "runs" / cell.key, options).to_json()
     except Diverged as error:
         return error
 
@@ -220,7 +221,8 @@ def attempt(cell: Cell, *, work: Path, engine: str | None, device: str, quiet: b
 def lost(folder: Path, error: Diverged, seconds: float, device: str) -> dict[str, Any]:
     """What there is to say of a cell whose training diverged: all but an accuracy, from what its run wrote before it
     trained."""
-    split, resolved = Split.load(folder / "split.json"), read_json(folder / "config.json")["resolved"]
+    begun = Run(folder)
+    split, resolved = Split.load(begun.split), begun.asked()["resolved"]
     recipe = resolved["recipes"][0] if "recipes" in resolved else resolved
     return {
         "accuracy": None,

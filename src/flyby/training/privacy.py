@@ -220,9 +220,8 @@ class PrivateTraining:
                 ):  # a batch without any image is a step of pure noise
                     terms = objective.loss(model, Batch(view(train.images[chunk]), train.labels[chunk], 1), progress)
                     terms.total.backward()  # type: ignore[no-untyped-call]
-                    for total, one in zip(
-                        sums, clipped_sum([p.grad_sample for p in parameters], self.clip), strict=True
-                    ):  # type: ignore[attr-defined]
+                    each = [p.grad_sample for p in parameters]  # type: ignore[attr-defined]
+                    for total, one in zip(sums, clipped_sum(each, self.clip), strict=True):
                         total.add_(one)
                     for name, value in {"loss": terms.total, **terms.parts}.items():
                         totals[name] = totals.get(name, 0.0) + float(value.detach()) * len(chunk) / (

@@ -85,20 +85,23 @@ def one_epoch(step: Step, order: Iterator[Tensor], progress: float) -> None:
             step(rows)
 
 
-def batches(samples: int, batch: int, rng: torch.Generator, device: torch.device) -> Iterator[Tensor]:
-    """Rows of one epoch, all of one length: a fresh permutation, its beginning repeated to fill the last batch (2 rows
-    at the least, for BatchNorm)."""
-    batch = max(2, min(batch, samples))
+def batches(
+    samples: int, batch: int, rng: torch.Generator, device: torch.device | str = "cpu", least: int = 2
+) -> Iterator[Tensor]:
+    """Rows of one epoch, all of one length: a fresh permutation, its beginning repeated to fill the last batch (of
+    ``least`` rows at the least: BatchNorm needs 2)."""
+    batch = max(least, min(batch, samples))
     steps = math.ceil(samples / batch)
     order = torch.randperm(samples, generator=rng)
     order = order[torch.arange(steps * batch) % samples].view(steps, batch).to(device)
     yield from order.unbind(0)
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 where it is asked for, or where ``auto`` meets a GPU."""
+def autocast(precision: str, device: torch.device, cached: bool = True) -> AbstractContextManager[Any]:
+    """bf16 where it is asked for, or where ``auto`` meets a GPU. ``cached`` is false where a graph will replay the
+    steps: a cast that was remembered would not be replayed."""
     if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+        return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=cached)
     return nullcontext()
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.dense import Dense, DenseSettings
-from flyby.fusion.distilled.distill import kd, push
+from flyby.fusion.distilled.distill import push
 from flyby.fusion.distilled.synthesis import Pool, Teachers, as_unit, mix
+from flyby.objectives.kd import softened_kl
 
 
 class PushSettings(FusionSettings):
@@ -51,7 +52,7 @@ class CoBoosting(Dense):
         return hard_cross_entropy(teacher, labels, self.settings.hardness)
 
     def adversarial(self, student: Tensor, teacher: Tensor) -> Tensor:
-        return -kd(student, teacher, self.settings.adv_temperature).mean()
+        return -softened_kl(student, teacher, self.settings.adv_temperature).mean()
 
     def reweigh(self, pool: Pool, epoch: int) -> None:
         step = self.settings.weight_step * self.settings.weight_decline**epoch

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyby.fusion.base import FusionSettings, Server
-from flyby.fusion.distilled.distill import Distillation, DistillSettings, Learner, kd
+from flyby.fusion.distilled.distill import Distillation, DistillSettings, Learner
 from flyby.fusion.distilled.synthesis import Pool, Synthesis, SynthesisSettings, Teachers, as_unit, mix
 from flyby.fusion.predictor import Predictor
+from flyby.objectives.kd import softened_kl
 from flyby.parcels.inbox import Inbox
 
 
@@ -74,4 +75,4 @@ class Dense(Distillation):
 def masked_disagreement(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """-mean[1(argmax s != argmax t) KL(p_t || p_s)]; the mean is over all samples, also those that agree."""
     differs = (student.argmax(1) != teacher.argmax(1)).float()
-    return -(differs * kd(student, teacher, temperature)).mean()
+    return -(differs * softened_kl(student, teacher, temperature)).mean()

@@ -9,14 +9,13 @@ another one by.
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
@@ -31,27 +30,25 @@ from flyby.fusion.distilled.synthesis import (
     Teachers,
     as_pictures,
     as_unit,
-    autocast,
     mix,
     normalise,
 )
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models import ARCHITECTURES, ModelSpec, Network
+from flyby.objectives.kd import softened_kl
 from flyby.parcels.inbox import Inbox
 from flyby.rng import generator, seed_of
-from flyby.training.checkpoint import TrainingState
+from flyby.training import checkpoint
+from flyby.training.checkpoint import Cadence, TrainingState
 from flyby.training.graphs import Captured, one_shape, set_learning_rate
+from flyby.training.steps import autocast, batches
 
-SPEAK_SECONDS, SAVE_SECONDS, SAVE_SHARE = (
-    5.0,
-    5.0,
-    50.0,
-)  # between progress lines, between checkpoints, and times what the last one cost
+log = logging.getLogger(__name__)
+
+SPEAK_SECONDS = 5.0  # between progress lines
 TABLE_ROWS = 10
-FEW, MUCH = (
-    0.5,
-    10.0,
-)  # where fewer images are recognised and L_BN weighs more than any cross-entropy, the report says so
+# Where fewer images are recognised and L_BN weighs more than any cross-entropy, the report says so.
+FEW, MUCH = 0.5, 10.0
 
 
 def known_student(name: str | None) -> str | None:
@@ -83,12 +80,6 @@ class DistillSettings(FusionSettings):
         "auto", description="teachers on the device: all at once, or one at a time (slower, far less memory)"
     )
     precision: Precision = "auto"
-
-
-def kd(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(softmax(teacher/T) || softmax(student/T)) of each sample, without the factor T^2."""
-    log_s, log_t = F.log_softmax(student.float() / temperature, 1), F.log_softmax(teacher.float() / temperature, 1)
-    return F.kl_div(log_s, log_t, reduction="none", log_target=True).sum(1)
 
 
 def push(teachers: Teachers, x: Tensor, weights: Tensor, u: Tensor, size: float, temperature: float) -> Tensor:
@@ -165,7 +156,7 @@ class Distillation(Fusion):
 
     def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
         temperature = self.settings.temperature
-        return temperature**2 * kd(learner.scores(x, logits), mix(weights, logits), temperature).mean()
+        return temperature**2 * softened_kl(learner.scores(x, logits), mix(weights, logits), temperature).mean()
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         s, seed = self.settings, server.seed
@@ -199,8 +190,7 @@ class Distillation(Fusion):
                     )
                 state.advance({"epoch": epoch + 1, "images": len(pool), **made, "distillation_loss": loss}, None)
                 clock.tick(state, loss)
-        if clock.saved or time.perf_counter() - clock.started > SAVE_SECONDS:
-            state.save()  # what follows may be interrupted too, and long work is not done twice
+        clock.end(state)
         self.lesson = None
         server.report += self._describe(teachers, pool, state.rows)
         return self.predictor(parcels, learner.eval().cpu())
@@ -228,7 +218,7 @@ class Distillation(Fusion):
         if self.lesson is None or self.lesson.learner is not learner:
             self.lesson = Lesson(self, learner, optimizer, pool.weights, teachers)
         order = generator(seed, "server", "order", epoch)
-        rows = (rows for _ in range(s.passes) for rows in batches(len(pool), s.batch, order, device))
+        rows = (rows for _ in range(s.passes) for rows in batches(len(pool), s.batch, order, device, least=1))
         return self.lesson.over(pool, rows, seed_of(seed, "server", "inputs", epoch))
 
     def _describe(self, teachers: Teachers, pool: Pool, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -334,33 +324,25 @@ class Lesson:
         self.total.add_(loss.detach())
 
 
-def batches(count: int, batch: int, rng: torch.Generator, device: torch.device) -> Iterator[Tensor]:
-    """Rows in random order in batches of one shape: the last one is filled up with the first rows."""
-    batch = min(batch, count)
-    steps = -(-count // batch)
-    order = torch.randperm(count, generator=rng)
-    yield from order[torch.arange(steps * batch) % count].view(steps, batch).to(device).unbind(0)
-
-
 class Clock:
-    """Progress lines on stderr and checkpoints, both only as often as long work asks for."""
+    """Progress lines and checkpoints, both only as often as long work asks for."""
 
     def __init__(self, name: str, first: int, epochs: int) -> None:
         self.name, self.first, self.epochs = name, first, epochs
-        self.started = self.spoken = self.written = time.perf_counter()
-        self.patience, self.saved = SAVE_SECONDS, False
+        self.started = self.spoken = time.perf_counter()
+        self.cadence = Cadence()
 
     def tick(self, state: TrainingState, loss: float) -> None:
         now = time.perf_counter()
-        if now - self.written > self.patience:
-            state.save()
-            self.saved, self.written = True, time.perf_counter()
-            self.patience = max(SAVE_SECONDS, SAVE_SHARE * (self.written - now))
+        self.cadence.keep(state.save)
         if now - self.spoken > SPEAK_SECONDS and state.epoch < self.epochs:
             left = (now - self.started) / (state.epoch - self.first) * (self.epochs - state.epoch)
-            print(
-                f"{self.name}: epoch {state.epoch} of {self.epochs}, loss {loss:.4f}, about {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
+            log.info(
+                "%s: epoch %d of %d, loss %.4f, about %.0f s left", self.name, state.epoch, self.epochs, loss, left
             )
             self.spoken = now
+
+    def end(self, state: TrainingState) -> None:
+        """Save the last epoch of long work: what follows may be interrupted too, and it is not done twice."""
+        if time.perf_counter() - self.started > checkpoint.SECONDS:
+            state.save()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flyby.errors import BadInput, Diverged
 from flyby.files import digest
 from flyby.fusion.base import Fusion, FusionSettings, Server
-from flyby.fusion.distilled.distill import Clock, StudentName, batches, student_spec
+from flyby.fusion.distilled.distill import Clock, StudentName, student_spec
 from flyby.fusion.distilled.synthesis import as_pictures, normalise
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models.decoder import Decoder, DecoderSpec, build
@@ -31,6 +31,7 @@ from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 from flyby.training.checkpoint import TrainingState
+from flyby.training.steps import batches
 
 SHOWN = 8  # images a class in the report
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.coboosting import PushSettings, pushed
 from flyby.fusion.distilled.dense import Dense, DenseSettings
-from flyby.fusion.distilled.distill import Learner, kd
+from flyby.fusion.distilled.distill import Learner
 from flyby.fusion.distilled.synthesis import Teachers, mix, normalise
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import uniform_fan_in
+from flyby.objectives.kd import softened_kl
 from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 
@@ -43,7 +44,7 @@ def gate_weights(h: Tensor, top: int) -> Tensor:
     return torch.zeros_like(h).scatter(1, places, values.softmax(1))
 
 
-class Gate(Learner):
+class ExpertGate(Learner):
     """The gate alone is trained; the experts' logits come from outside."""
 
     def __init__(self, spec: ModelSpec, clients: int, top: int, rng: torch.Generator) -> None:
@@ -93,10 +94,10 @@ class IntactOFL(Dense):
     def learner(self, parcels: Inbox, seed: int) -> Learner:
         clients = len(parcels)
         top = min(self.settings.top or clients, clients)
-        return Gate(parcels.manifests[0].spec, clients, top, generator(seed, "server", "gate"))
+        return ExpertGate(parcels.manifests[0].spec, clients, top, generator(seed, "server", "gate"))
 
     def predictor(self, parcels: Inbox, learner: Learner) -> Predictor:
-        assert isinstance(learner, Gate)
+        assert isinstance(learner, ExpertGate)
         networks = [item.network() for item in parcels]
         made = GatedPredictor([m.spec for m in parcels.manifests], parcels.class_names, networks, top=learner.top)
         made.gate.load_state_dict(learner.linear.state_dict())
@@ -108,9 +109,9 @@ class IntactOFL(Dense):
         return pushed(images, weights, teachers, rng, self.settings)
 
     def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
-        assert isinstance(learner, Gate)
+        assert isinstance(learner, ExpertGate)
         gates = learner.weights(x)
         scores = mix(gates, logits)
         spread = gates.mean(0).std(correction=0) if len(logits) > 1 else 0.0
-        apart = kd(scores, mix(weights, logits), self.settings.temperature).mean()
+        apart = softened_kl(scores, mix(weights, logits), self.settings.temperature).mean()
         return F.cross_entropy(scores, labels) + self.settings.balance * spread + self.settings.kd * apart

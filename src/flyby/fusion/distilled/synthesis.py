@@ -19,7 +19,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from flyby.models.generator import Generator
 from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape
+from flyby.training.steps import autocast
 
 Resident = Literal["auto", "all", "one"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -80,12 +81,6 @@ def mix(weights: Tensor, logits: Tensor) -> Tensor:
     # Never in bfloat16: what is learned are small differences between these sums.
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         return torch.einsum("k,knc->nc" if weights.ndim == 1 else "nk,knc->nc", weights, logits)
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
 
 
 class Teachers:

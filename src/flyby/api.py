@@ -1,0 +1,326 @@
+"""The Python API: what ``import flyby`` offers, as functions over the rooms. The command line and these do the same.
+
+Everything here works on plain values: sites in, parcels out, models that predict.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from flyby.data.arrays import bundle_from, bundle_from_torch
+from flyby.data.dataset import DataBundle, Dataset
+from flyby.data.federation import Data, Sites
+from flyby.data.settings import DataSettings
+from flyby.data.site import Site
+from flyby.engines.engine import engine_named
+from flyby.engines.jobs import Job
+from flyby.errors import BadInput, unknown
+from flyby.fusion.base import Server
+from flyby.fusion.evaluation import accuracy, check_fit, per_class, scores_of
+from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
+from flyby.machine import as_a_site, pick_device
+from flyby.orient.pipeline import Personal, check_site
+from flyby.orient.pipeline import orient as personalise
+from flyby.orient.settings import OrientSettings, stage_defaults
+from flyby.parcels import parcel as parcels_file
+from flyby.parcels.inbox import Inbox
+from flyby.parcels.parcel import Parcel
+from flyby.runs.config import RunConfig, make_config, plan
+from flyby.runs.folder import Result, Run
+from flyby.runs.methods import rule_for
+from flyby.runs.pipeline import Options
+from flyby.runs.server import rule_named
+from flyby.settings import build
+from flyby.study.compare import compare
+from flyby.training.loop import train_site
+from flyby.training.recipe import Recipe
+
+Arrays = npt.NDArray[Any] | Tensor
+SPLIT = ("split", "clients", "alpha", "min_size")
+MEETINGS = ("rounds", "buffer", "top", "eval_nodes")
+NAMED = ("epochs", "model", "fusion", "seed")
+
+
+def load(data: Any, labels: Arrays | Sequence[int] | None = None, *, holdout: float | None = None, **how: Any) -> Data:
+    """The data that a name or path stands for (as ``--data``), or images and labels that you hold already: numpy
+    arrays, tensors, or a torch ``Dataset`` of (image, label) pairs.
+
+    ``holdout`` is the share of images kept for testing where the source has no test images of its own.
+
+    >>> data = flyby.load("digits")
+    >>> data
+    <Data digits: 1,437 images of 8x8x1, 360 for testing, 10 classes>
+    """
+    if isinstance(data, DataBundle):
+        return Data.of(data)
+    if isinstance(data, str | Path):
+        words = {"name": str(data), **how} | ({} if holdout is None else {"holdout": holdout})
+        settings = build(DataSettings, words, "data")
+        return Data.of(settings.load(), settings.absolute())
+    share: dict[str, Any] = {"holdout": 0.2 if holdout is None else holdout} if "test" not in how else {}
+    if labels is None:
+        return Data.of(bundle_from_torch(data, **share, **how))
+    return Data.of(bundle_from(data, labels, **share, **how))
+
+
+def recipe_for(
+    site: Site, method: str = "aurora", *, settings: Mapping[str, Any] | None = None, **words: Any
+) -> Recipe:
+    """All that decides what a site sends: the method's settings, with yours in place of its own.
+
+    ``words`` are ``epochs``, ``model`` and ``seed``; ``settings`` holds any other, as ``--set`` does.
+
+    >>> flyby.recipe_for(flyby.load("digits").split()[0], "fafi", epochs=3).train.epochs
+    3
+    """
+    known = [word for word in NAMED if word != "fusion"]
+    if strange := [word for word in words if word not in known]:
+        raise unknown("word of a training", strange[0], known)
+    config = make_config(method, assignments=assignments(settings), **words)
+    part = site.train
+    sample = Dataset(part.images[:1].numpy(), np.zeros(1, dtype=np.int64), site.class_names, "")
+    return plan(config, DataBundle("site", sample, mirror=site.mirror)).recipe
+
+
+def train(
+    site: Site,
+    method: str = "aurora",
+    *,
+    device: str = "auto",
+    folder: Path | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **words: Any,
+) -> Parcel:
+    """Train one site on its own data and return the one parcel it sends. With ``folder`` an interrupted training goes
+    on where it stopped.
+
+    >>> site = flyby.load("digits").split(clients=3, alpha=0.5)[0]
+    >>> flyby.train(site, method="fedavg", epochs=1).manifest.sender
+    'site-0'
+    """
+    recipe, where = recipe_for(site, method, settings=settings, **words), pick_device(device)
+    with as_a_site(where):
+        return train_site(
+            site, recipe, device=where, folder=Path(folder) if folder else None, method=method if site.real else ""
+        ).parcel
+
+
+def train_all(
+    sites: Sites, method: str = "aurora", *, engine: str = "processes", device: str = "auto", **how: Any
+) -> list[Parcel]:
+    """Train every site, as many at once as the engine can (``inline``, ``processes`` or ``ray``); the same parcels as
+    :func:`train`, in site order.
+
+    >>> sites = flyby.load("digits").split(clients=2, alpha=1.0)
+    >>> [parcel.manifest.sender for parcel in flyby.train_all(sites, method="fedavg", epochs=1, engine="inline")]
+    ['site-0', 'site-1']
+    """
+    recipe, where = recipe_for(sites[0], method, **how), pick_device(device)
+    with tempfile.TemporaryDirectory(prefix="flyby-") as place:
+        run = Run(place)
+        sites.split.save(run.split)
+        data = sites.data.source or _on_disk(sites.data, run.path)
+        origin, folder = sites.split.hash, run.parcels
+        jobs = [
+            Job(site=name, data=data, split=run.split, origin=origin, recipe=recipe, device=where, folder=folder)
+            for name in sites.names
+        ]
+        engine_named(engine)(jobs, lambda row: None)
+        return [parcels_file.read(job.parcel_path) for job in jobs]
+
+
+def _on_disk(data: DataBundle, folder: Path) -> DataSettings:
+    """Images that are only in memory, under a name by which any process finds them."""
+    path, names = folder / "data.npz", np.array(data.train.class_names)
+    np.savez(path, x_train=data.train.images, y_train=data.train.labels, class_names=names)
+    return DataSettings(name=str(path), holdout=0.0)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How a model did on labelled images: ``confusion[i, j]`` images of class i were taken for class j."""
+
+    accuracy: float
+    per_class: dict[str, float | None]
+    confusion: npt.NDArray[np.int64]
+    images: int
+
+    def __repr__(self) -> str:
+        return f"accuracy {self.accuracy:.4f} on {self.images:,} images"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{'' if value is None else f'{value:.4f}'}</td></tr>"
+            for name, value in self.per_class.items()
+        )
+        return f"<p>{self}</p><table><tr><th>class</th><th>accuracy</th></tr>{rows}</table>"
+
+
+class Model:
+    """A model that predicts: what fusing, personalising or loading gives.
+
+    >>> model = flyby.load_model(folder)          # a folder that model.save or flyby fuse wrote
+    >>> model.predict(images)                     # uint8 N x H x W x C
+    """
+
+    def __init__(self, predictor: Predictor, *, device: str = "auto", card: Mapping[str, Any] | None = None) -> None:
+        self.predictor, self.device, self.card = predictor, pick_device(device), dict(card or {})
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.predictor.class_names
+
+    def scores(self, images: Arrays) -> Tensor:
+        """What it says for each class, [N, C]; the largest is the answer."""
+        pixels = images if isinstance(images, Tensor) else torch.from_numpy(np.ascontiguousarray(images))
+        return scores_of(self.predictor, pixels, self.device)
+
+    def predict(self, images: Arrays) -> npt.NDArray[np.int64]:
+        """The number of the class of each image (``class_names`` names them)."""
+        found: npt.NDArray[np.int64] = self.scores(images).argmax(1).numpy()
+        return found
+
+    def probabilities(self, images: Arrays) -> npt.NDArray[np.float32]:
+        """What it says for each class, as shares that add up to one."""
+        found: npt.NDArray[np.float32] = self.predictor.chances(self.scores(images)).numpy()
+        return found
+
+    def evaluate(self, data: Dataset | DataBundle | Site) -> Judged:
+        """Accuracy on labelled images; of a whole bundle or site, on its test images."""
+        judged = data if isinstance(data, Dataset) else data.test
+        if judged is None or not len(judged):
+            raise BadInput("there are no test images to judge by; name labelled images, such as data.train")
+        if isinstance(judged, Dataset):
+            check_fit(self.predictor, judged)
+            images, labels = judged.tensors()
+        else:
+            images, labels = judged.images, judged.labels
+        scores, classes = self.scores(images), len(self.class_names)
+        pairs = labels.cpu() * classes + scores.argmax(1)
+        confusion = torch.bincount(pairs, minlength=classes * classes).view(classes, classes)
+        by_class = dict(zip(self.class_names, per_class(scores, labels, classes), strict=True))
+        return Judged(accuracy(scores, labels), by_class, confusion.numpy(), len(labels))
+
+    def save(self, folder: Path | str, *, export: bool = False) -> Path:
+        """Write a deployable folder; ``export`` adds a program that plain PyTorch loads."""
+        return save_predictor(self.predictor, folder, self.card, export=export)
+
+    def __repr__(self) -> str:
+        specs = self.predictor.specs
+        names = ", ".join(dict.fromkeys(spec.name for spec in specs))
+        return f"<Model {self.predictor.kind} of {len(specs)} x {names}, {len(self.class_names)} classes>"
+
+
+def fuse(
+    parcels: Iterable[Parcel | Path | str],
+    fusion: str | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    proxy: Dataset | None = None,
+    seed: int = 0,
+    device: str = "auto",
+) -> Model:
+    """One model from many parcels, by the rule of the method they were trained by, or by another one.
+
+    >>> sites = flyby.load("digits").split(clients=2, alpha=1.0)
+    >>> flyby.fuse([flyby.train(site, method="fedavg", epochs=1) for site in sites])
+    <Model single of 1 x cnn-small, 10 classes>
+    """
+    inbox = Inbox(parcels)
+    rule = rule_named(fusion or rule_for(m.method for m in inbox.manifests), assignments(settings))
+    predictor = rule.fuse(inbox, Server(proxy, seed, pick_device(device)))
+    return Model(predictor, device=device, card={"fusion": rule.name, "sites": len(inbox)})
+
+
+def load_model(folder: Path | str, *, device: str = "auto") -> Model:
+    """The model in a folder that ``model.save`` or ``flyby fuse`` wrote, in a run folder, or in a parcel."""
+    return Model(load_predictor(folder), device=device)
+
+
+def orient(
+    own: Parcel,
+    received: Sequence[Parcel],
+    site: Site,
+    variant: str = "fol",
+    *,
+    settings: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+) -> Model:
+    """Personalise a node's own model from those it received, on its own data, with no server. The site needs
+    validation images.
+
+    >>> sites = flyby.load("digits").split(clients=3, alpha=1.0, val=0.2)
+    >>> own, *received = [flyby.train(site, method="fedavg", epochs=1) for site in sites]
+    >>> flyby.orient(own, received, sites[0], variant="fol-n", settings={"epochs": 1})
+    <Model single of 1 x cnn-small, 10 classes>
+    """
+    check_site(own, site, variant)
+    chosen = build(OrientSettings, {**stage_defaults(site.size)[1], **(settings or {})}, "orient")
+    made: Personal = personalise(
+        own, received, site, chosen, seed=seed, device=pick_device(device), variant=variant
+    )
+    return Model(made.predictor, device=device, card={"method": variant, "node": own.manifest.sender})
+
+
+def run(
+    method: str = "aurora",
+    data: str | Path = "digits",
+    out: Path | str = "runs/run",
+    *,
+    options: Options | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **words: Any,
+) -> Result:
+    """A whole federation on one machine, as ``flyby run``: split, train every site, fuse, judge, report.
+
+    ``words`` are the options of that command (``clients``, ``alpha``, ``epochs``, ``seed``, ``model``, ``fusion``,
+    ``split``, ``rounds`` ...), ``settings`` what ``--set`` takes, ``options`` where and how it runs.
+
+    >>> flyby.run("fedavg", "digits", folder, clients=2, alpha=1.0, epochs=1).uploads
+    2
+    """
+    config = _config(method, str(data), settings, words)
+    quiet = options or Options(quiet=True)
+    return compare({method: config}, Path(out), quiet)[method]
+
+
+def _config(method: str, data: str, settings: Mapping[str, Any] | None, words: dict[str, Any]) -> RunConfig:
+    known = (*NAMED, *SPLIT, *MEETINGS, "size")
+    if strange := [word for word in words if word not in known]:
+        raise unknown("word of a run", strange[0], known)
+    split = {("name" if word == "split" else word): words[word] for word in SPLIT if word in words}
+    return make_config(
+        method,
+        assignments=assignments(settings),
+        data={"name": data, "size": words.get("size")},
+        split=split,
+        orient={word: words[word] for word in MEETINGS if word in words},
+        **{word: words[word] for word in NAMED if word in words},
+    )
+
+
+def assignments(settings: Mapping[str, Any] | None) -> list[str]:
+    """Settings as the words of ``--set``."""
+    return [f"{name}={json.dumps(value)}" for name, value in (settings or {}).items()]
+
+
+def read_parcel(path: Path | str) -> Parcel:
+    """A parcel, read and checked; nothing in it is ever run."""
+    return parcels_file.read(path)
+
+
+def write_parcel(parcel: Parcel, path: Path | str) -> int:
+    """Write a parcel, whole or not at all; returns its size in bytes."""
+    return parcels_file.write(parcel, path)
