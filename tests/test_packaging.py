@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from factories import WAIT
 from flyby import __version__
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "results", "src", "tests")
 FILES = ("Makefile", "constraints.txt", "pyproject.toml", "LICENSE", "README.md", "CITATION.cff", "MANIFEST.in")
 LITTER = ("__pycache__", "*.egg-info", "build")
-WAIT = 600
 
 
 def execute(*words: object, cwd: Path, **env: str) -> str:

@@ -104,7 +104,7 @@ def test_an_error_in_a_worker_is_the_run_s_own(data: Path, tmp_path: Path) -> No
     with pytest.raises(Diverged, match=r"site-[012] diverged in epoch"):
         run_processes(jobs[:1], lambda row: None)
     assert not jobs[0].parcel_path.exists()
-    wait_for(lambda: multiprocessing.active_children() == [], "the workers to end", 10)
+    wait_for(lambda: multiprocessing.active_children() == [], "the workers to end")
 
 
 def test_a_killed_worker_fails_the_run_with_its_name_and_the_rest_can_go_on(data: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_killed_worker_fails_the_run_with_its_name_and_the_rest_can_go_on(data
         run_processes(jobs, kill, workers=2)
     assert caught.value.exit_code == 2
     assert len(victims) == 2
-    wait_for(lambda: multiprocessing.active_children() == [], "the workers to end", 10)
+    wait_for(lambda: multiprocessing.active_children() == [], "the workers to end")
     assert not any(job.done() for job in jobs)
 
 

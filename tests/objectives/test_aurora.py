@@ -1042,7 +1042,7 @@ def test_fedetf_learns_everything_but_its_anchors(digits: DataBundle) -> None:
 def test_the_recipes(digits: DataBundle, method: str, objective: str, wanted: dict[str, Any]) -> None:
     done = plan(make_config(method), digits)
     assert done.recipe.objective == objective
-    settings = done.recipe.objective_settings
+    settings = done.recipe.objective_settings.model_dump()
     assert {name: settings[name] for name in wanted} == wanted
     assert done.recipe.spec.head == ("etf" if objective == "etf" else "prototype")
     rebuilt = OBJECTIVES[objective](OBJECTIVES[objective].settings_type(**settings))
@@ -1084,7 +1084,7 @@ def test_auroras_clients_go_with_every_server_rule(digits: DataBundle, rule: str
     done = plan(make_config("aurora", fusion=rule, assignments=["weighting=gradnorm", "preset=as-run"]), digits)
     assert done.fusion is not None
     assert done.fusion.name == rule
-    assert done.recipe.objective_settings["weighting"] == "gradnorm"
+    assert done.recipe.objective_settings.model_dump()["weighting"] == "gradnorm"
     assert (done.recipe.train.schedule, done.recipe.train.weight_decay) == ("constant", 0.0)
 
 

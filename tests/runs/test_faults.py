@@ -19,7 +19,7 @@ import pytest
 from factories import WAIT, Answer, call, done, finish, make_stripes, members, one_line, same_run, start, wait_for
 from flyby import files
 from flyby.errors import BadInput
-from flyby.runs.pipeline import collect, sweep
+from flyby.runs.folder import Run
 
 KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 QUICK = ("--device", "cpu", "--quiet")
@@ -130,7 +130,7 @@ def test_workers_end_with_their_parent_and_the_run_goes_on_at_once(tmp_path: Pat
     finish(process, signal.SIGKILL, group=False)  # the parent alone: its workers must notice by themselves
     answer = call(*words, "--engine", "inline", "--resume")
     assert answer.code == 0, answer.err
-    wait_for(lambda: members(process.pid) == [], "the workers to end", 30)
+    wait_for(lambda: members(process.pid) == [], "the workers to end")
     done(*run(tmp_path / "calm", "--clients", 3, "--epochs", 40))
     same_run(tmp_path / "out", tmp_path / "calm")
     assert half_written(tmp_path) == []
@@ -147,7 +147,7 @@ def test_sweeping_takes_what_nobody_needs_and_nothing_else(tmp_path: Path) -> No
         "deep/.c.json.abcd_123.part",
     ):
         files.write_text(tmp_path / name, name)
-    sweep(tmp_path)
+    Run(tmp_path).sweep()
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.jsonl", "a.parcel", "b.ckpt", "b.jsonl"]
 
 
@@ -304,9 +304,9 @@ def test_a_copy_of_an_upload_is_whole_or_absent(
         disk = FullDisk(full)
         disk.full_at = 1
         with pytest.raises(BadInput, match="no room left"):
-            collect([Upload()], tmp_path)  # type: ignore[list-item]
+            Run(tmp_path).collect([Upload()])  # type: ignore[list-item]
     assert list((tmp_path / "parcels").iterdir()) == []
-    (path,) = collect([Upload()], tmp_path)  # type: ignore[list-item]
+    (path,) = Run(tmp_path).collect([Upload()])  # type: ignore[list-item]
     assert path.read_bytes() == Upload.parcel_path.read_bytes()
 
 

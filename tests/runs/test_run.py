@@ -42,8 +42,8 @@ from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Fusion
 from flyby.objectives import OBJECTIVES
 from flyby.parcels import parcel
+from flyby.runs.folder import Run
 from flyby.runs.methods import check_pair
-from flyby.runs.pipeline import locked
 from flyby.runs.progress import Progress
 from flyby.training.checkpoint import load_checkpoint
 
@@ -297,7 +297,7 @@ def test_a_folder_with_strange_files_is_refused(data: Path, tmp_path: Path) -> N
 
 
 def test_a_second_process_in_the_same_folder_is_refused(data: Path, tmp_path: Path) -> None:
-    with locked(tmp_path / "out"):
+    with Run(tmp_path / "out").locked():
         message = one_line(execute(*words(data, tmp_path / "out")))
         assert "another flyby process is working in" in message
     assert not (tmp_path / "out").exists()  # nothing was written, so nothing stays
@@ -315,7 +315,7 @@ def test_a_lock_on_a_folder_that_was_just_taken_away_is_no_lock(
         real(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(Exception, match="another flyby process"), locked(out):
+    with pytest.raises(Exception, match="another flyby process"), Run(out).locked():
         pytest.fail("the lock is on a file that nobody else can see")
 
 
@@ -499,7 +499,7 @@ def test_ctrl_c_then_resume_gives_the_same_bytes(
     answer = finish(process, signal.SIGINT)  # to the whole group, as a terminal does it
     assert one_line(answer, code=130) == "interrupted; the same command with --resume goes on from here"
     assert answer.out == ""
-    wait_for(lambda: members(process.pid) == [], "the workers to end", 10)
+    wait_for(lambda: members(process.pid) == [], "the workers to end")
     if engine == "inline":
         (kept,) = (out / "parcels").glob("*.ckpt")
         assert 8 <= load_checkpoint(kept)[1]["epoch"] < 24
@@ -522,7 +522,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     process = start(*long_words(data, out, engine))
     wait_for(lambda: MOMENTS[moment](out), moment, process=process)
     assert finish(process, signal.SIGKILL, group=group).code == -signal.SIGKILL
-    wait_for(lambda: members(process.pid) == [], "the workers to end", 10)
+    wait_for(lambda: members(process.pid) == [], "the workers to end")
     finished_later(data, out, "inline", undisturbed)
 
 

@@ -93,7 +93,7 @@ def train_some(engine: str, count: int, todo: Plan, whole: Split, folder: Path, 
     some = dataclasses.replace(
         whole, shares={n: whole.shares[n] for n in names}, counts={n: whole.counts[n] for n in names}
     )
-    some.save(folder / "split.json")
+    some.save(Run(folder).split)
     jobs = jobs_of(todo, some, Run(folder), device, None)
     started = time.perf_counter()
     if engine == ALONE:

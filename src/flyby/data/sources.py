@@ -269,7 +269,9 @@ def _npz(path: Path, size: int | None, column: str | None) -> Source:
     return Source({"npz": path}, {"kind": "npz"}, read, size)
 
 
-def _npz_part(path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, labels: npt.NDArray[Any]) -> SourceSplit:
+def _npz_part(
+    path: Path, split: str, x: str, images: npt.NDArray[Any], y: str, labels: npt.NDArray[Any]
+) -> SourceSplit:
     pixels = as_pixels(images, f"{x} in {path}")
     known = as_labels(labels, len(pixels), f"{y} in {path}")
     return SourceSplit(split, known, _array_blocks(pixels), lambda row: f"{x}[{row}]")

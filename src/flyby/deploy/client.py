@@ -15,7 +15,7 @@ from flyby.errors import BadInput, FlybyError
 
 PARCEL, SITE = "parcel", "site"  # the two records that an answer may hold: the bytes, or why there are none
 # What Flower's Array calls the way its bytes were made; nobody but flyby's own reader opens them.
-SERIAL = "flyby.parcels.parcel"
+SERIAL = "flyby.parcel"
 
 
 def make_app() -> Any:

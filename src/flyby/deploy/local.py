@@ -32,6 +32,7 @@ from flyby.deploy.round import NodeSettings, Round, must_be_new
 from flyby.deploy.server import MARK
 from flyby.errors import BadInput
 from flyby.files import write_text
+from flyby.runs.folder import Run
 
 HOST = "127.0.0.1"
 STARTUP = 180.0  # seconds within which a SuperLink or a SuperNode must be listening, on a busy machine too
@@ -150,7 +151,7 @@ class Federation:
         asked = asked.check().model_copy(update={"out": str(Path(asked.out).expanduser().absolute())})
         app = Path(tempfile.mkdtemp(prefix="round-", dir=self.folder)) / "app"
         write_app(app, asked)
-        result, log = Path(asked.out) / "result.json", self.log("run")
+        result, log = Run(asked.out).result_path, self.log("run")
         must_be_new(result.parent)
         process, ended = self._start("run", ["flwr", "run", str(app), "flyby", "--stream"]), None
         with log.open() as lines:

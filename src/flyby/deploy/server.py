@@ -26,6 +26,7 @@ from flyby.names import check_name, printable
 from flyby.parcels import parcel
 from flyby.parcels.gate import Gate, open_gate
 from flyby.parcels.ledger import SecondCrossing
+from flyby.runs.folder import Run
 from flyby.runs.server import SERVER, Order, fuse_parcels
 
 POLL = 1.0  # seconds between two looks for new nodes and new answers
@@ -119,7 +120,7 @@ def conduct(grid: Any, asked: Round) -> dict[str, Any]:
         "notes": gate.notes,
         "versions": versions(),
     }
-    write_json(out / "result.json", result)
+    write_json(Run(out).result_path, result)
     _tell(f"{result['status']}: {len(roll.came)} came, {len(roll.late)} late, {len(roll.failed)} failed; {out}")
     if trouble is not None:
         raise trouble

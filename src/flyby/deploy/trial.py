@@ -22,6 +22,7 @@ from flyby.fusion.evaluation import accuracy, evaluate_dataset
 from flyby.machine import pick_device
 from flyby.names import check_name
 from flyby.runs.config import RunConfig, make_config, plan
+from flyby.runs.folder import Run
 
 OWN = ("data.", "split.")  # settings of the split, which happens here: nothing that a round could tell its sites
 
@@ -69,7 +70,7 @@ def up(
             result = federation.run(asked)
     if test is not None:
         result["accuracy"] = judged(Path(asked.out), test, device)
-        write_json(Path(asked.out) / "result.json", result)
+        write_json(Run(asked.out).result_path, result)
     return result
 
 

@@ -319,19 +319,13 @@ def _personal(work: Work, variant: str, number: int) -> Personal:
     teacher = work.teacher or student
     own = work.own_parcel
     if work.student is not None:
-        own = parcel.make(
-            sender=old.sender,
-            method=variant,
-            spec=old.spec,
-            class_names=old.class_names,
-            weights=student.networks[0].state_dict(),
-            samples=old.samples,
-            counts=old.counts,
-            counts_kind=old.counts_kind,
-            codec=old.codec,
-            meta={"version": number},
-            provenance={"oriented from": own.digest, "round": number},
-        )
+        facts: parcel.Facts = {
+            **old.facts,
+            "method": variant,
+            "meta": {"version": number},
+            "provenance": {"oriented from": own.digest, "round": number},
+        }
+        own = parcel.make(weights=student.networks[0].state_dict(), **facts)
     rows = [_row(candidate, work) for candidate in [*work.peers, work.own]]
     kept = retain(work.peers, work.settings.buffer, work.settings.top)
     answer = teacher if VARIANTS[variant].teacher else student

@@ -7,6 +7,7 @@ decides, nothing is remembered on disk: a watch that was killed goes on when the
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
@@ -30,6 +31,8 @@ SUFFIX = ".parcel"
 QUICK = 0.1  # seconds between looks while something happens
 REMIND = 60.0  # seconds between plain lines while nothing does
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+log = logging.getLogger(__name__)
 
 
 def seconds(text: str, option: str = "--deadline") -> float:
@@ -375,7 +378,7 @@ def _status_line(quorum: Quorum) -> Iterator[Tell]:
         if fresh or time.monotonic() - spoken[0] >= REMIND:
             spoken[0] = time.monotonic()
             for line in [*fresh, f"waiting: {summary(made, quorum, left, trouble)}"]:
-                print(line, file=sys.stderr, flush=True)
+                log.info(line)
 
     if not sys.stderr.isatty():
         yield plain

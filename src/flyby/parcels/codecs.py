@@ -1,18 +1,17 @@
 """How tensors are stored in a parcel: the codecs, with the most that each may change a weight, and the safetensors
 header.
 
-======  ===============================================================
-========================================================= name    a float tensor is stored as
-worst error of one value ``x`` ======  ===============================================================
-========================================================= fp32    ``name`` float32
-none fp16    ``name`` float16                                                 ``2^-11 |x|`` (``2^-25`` below ``2^-14``)
-bf16    ``name`` bfloat16                                                ``2^-8 |x|`` (``2^-134`` below ``2^-126``) int8
-``name`` int8 ``[out, ...]`` and ``name::scale`` float32 [out]   ``scale / 2``, ``scale = max|row| / 127`` int4
-``name`` uint8 ``[out, ceil(row / 2)]``, two values to a byte,   ``scale / 2 = max|group| / 14``, ``scale = max|group| /
-7``
+======  =======================================================  ==========================================
+name    a float tensor is stored as                              worst error of one value ``x``
+======  =======================================================  ==========================================
+fp32    ``name`` float32                                         none
+fp16    ``name`` float16                                         ``2^-11 |x|`` (``2^-25`` below ``2^-14``)
+bf16    ``name`` bfloat16                                        ``2^-8 |x|`` (``2^-134`` below ``2^-126``)
+int8    ``name`` int8 ``[out, ...]``                             ``scale / 2``, ``scale = max|row| / 127``
+        and ``name::scale`` float32 ``[out]``
+int4    ``name`` uint8 ``[out, ceil(row / 2)]``, two to a byte,  ``scale / 2``, ``scale = max|group| / 7``
         and ``name::scale`` float32 ``[out, ceil(row / 32)]``
-======  ===============================================================
-=========================================================
+======  =======================================================  ==========================================
 
 A *row* is what belongs to one output channel (dim 0), flattened; a *group* is 32 neighbours in a row (the last may be
 shorter). The integer codecs are symmetric and leave floats with fewer than two dimensions (biases, batch-norm

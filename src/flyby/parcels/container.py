@@ -1,15 +1,18 @@
 """The parcel's file, byte by byte: a small JSON manifest and a safetensors payload behind a header of lengths.
 
-========
-===================================================================================================================
-bytes     content ========
-=================================================================================================================== 8
-magic ``89 46 4c 59 42 59 0d 0a``: not text, and damaged by any transfer that rewrites line ends 2         schema
-version, 1 (all numbers little-endian, unsigned) 2         flags, 0 4         length M of the manifest, at most 16 MiB 4
-length S of the signature block, at most 64 KiB, 0 when unsigned 8         length P of the payload M         the
-manifest: canonical JSON (sorted keys, no spaces), UTF-8 S         the signature block, opaque here P         the
-payload: a complete safetensors file, whose ``__metadata__`` is ``{"manifest": SHA-256 of the manifest}`` ========
-===================================================================================================================
+========  ==========================================================================================================
+bytes     content
+========  ==========================================================================================================
+8         magic ``89 46 4c 59 42 59 0d 0a``: not text, and damaged by any transfer that rewrites line ends
+2         schema version, 1 (all numbers little-endian, unsigned)
+2         flags, 0
+4         length M of the manifest, at most 16 MiB
+4         length S of the signature block, at most 64 KiB, 0 when unsigned
+8         length P of the payload
+M         the manifest: canonical JSON (sorted keys, no spaces), UTF-8
+S         the signature block, opaque here
+P         the payload: a whole safetensors file; its ``__metadata__`` is ``{"manifest": SHA-256 of the manifest}``
+========  ==========================================================================================================
 
 The file ends there. The manifest holds the SHA-256 of every stored tensor and the payload holds the SHA-256 of the
 manifest, so that a flipped bit anywhere before or after the signature block is noticed. What the manifest says is
@@ -36,7 +39,7 @@ from torch import Tensor
 
 from flyby.errors import BadInput
 from flyby.names import printable
-from flyby.parcels.codecs import DTYPES, Span, Shape, header, parse_header
+from flyby.parcels.codecs import DTYPES, Shape, Span, header, parse_header
 
 MAGIC = b"\x89FLYBY\r\n"
 SCHEMA = 1

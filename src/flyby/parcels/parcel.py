@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict, Unpack
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -44,6 +44,7 @@ __all__ = [
     "Parcel",
     "Manifest",
     "TensorInfo",
+    "Facts",
     "make",
     "read",
     "write",
@@ -113,17 +114,29 @@ class Manifest(BaseModel):
             raise ValueError(f"the class counts add up to {sum(self.counts)}, not to the {self.samples} samples")
         if list(self.extras) != sorted(set(self.extras)):
             raise ValueError("the names of the extras must be sorted and different")
-        for (
-            name,
-            fact,
-        ) in (
-            self.meta.items()
-        ):  # here and not in the type: pydantic would collect a complaint for each of many bad values
+        # Here and not in the type: pydantic would collect a complaint for each of many bad values.
+        for name, fact in self.meta.items():
             if any(isinstance(value, dict | list) for value in (fact if isinstance(fact, list) else [fact])):
                 raise ValueError(
                     f"meta.{name} must be a scalar or a list of scalars; larger things belong in extras or provenance"
                 )
         return self
+
+    @property
+    def facts(self) -> Facts:
+        """What the sender says, as :func:`make` takes it: for a parcel that is made of this one."""
+        return {
+            "sender": self.sender,
+            "method": self.method,
+            "spec": self.spec,
+            "class_names": self.class_names,
+            "samples": self.samples,
+            "counts": self.counts,
+            "counts_kind": self.counts_kind,
+            "codec": self.codec,
+            "meta": self.meta,
+            "provenance": self.provenance,
+        }
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: what the file holds, and what a signature is taken over. The spec's defaults are left out, so
@@ -169,25 +182,28 @@ class Parcel:
         return network.to(device).eval()
 
 
+class Facts(TypedDict):
+    """What a sender says about its upload: a manifest without its tensors (see :class:`Manifest`)."""
+
+    sender: str
+    method: str
+    spec: ModelSpec
+    class_names: Iterable[str]
+    samples: int
+    counts: NotRequired[Iterable[int] | None]
+    counts_kind: NotRequired[str]
+    codec: NotRequired[str]
+    meta: NotRequired[Mapping[str, Any]]
+    provenance: NotRequired[Mapping[str, Any]]
+
+
 def make(
-    *,
-    sender: str,
-    method: str,
-    spec: ModelSpec,
-    class_names: Iterable[str],
-    weights: Mapping[str, Tensor],
-    samples: int,
-    counts: Iterable[int] | None = None,
-    counts_kind: str = "exact",
-    extras: Mapping[str, Tensor] | None = None,
-    codec: str = "fp32",
-    meta: Mapping[str, Any] | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    *, weights: Mapping[str, Tensor], extras: Mapping[str, Tensor] | None = None, **facts: Unpack[Facts]
 ) -> Parcel:
     """A parcel from a trained network's state dict. Its weights are those a reader will get, after the codec, so that a
     simulation sees what a real server would see. All tensors are copied."""
-    label = f"parcel of {sender!r}"
-    shapes = _shapes(label, spec)
+    label, codec, counts = f"parcel of {facts['sender']!r}", facts.get("codec", "fp32"), facts.get("counts")
+    shapes = _shapes(label, facts["spec"])
     own = {name: _own(tensor, as_weight=True) for name, tensor in weights.items()}
     shared = {name: _own(extra) for name, extra in sorted((extras or {}).items())}
     exact = {
@@ -199,19 +215,13 @@ def make(
     stored = _encode(label, codec, own, shared)
     try:
         fields = {
+            **facts,
             "schema_version": container.SCHEMA,
-            "sender": sender,
-            "method": method,
-            "spec": spec.model_dump(mode="json"),
-            "class_names": list(class_names),
-            "samples": samples,
+            "spec": facts["spec"].model_dump(mode="json"),
+            "class_names": list(facts["class_names"]),
             "counts": None if counts is None else list(counts),
-            "counts_kind": counts_kind,
-            "codec": codec,
             "extras": list(shared),
             "tensors": {name: _describe(label, name, tensor) for name, tensor in stored.items()},
-            "meta": dict(meta or {}),
-            "provenance": dict(provenance or {}),
         }
         manifest = _parse_manifest(label, files.canonical(fields), ours=True)
     except Corrupt as error:
@@ -361,9 +371,8 @@ def _parse_manifest(label: str, text: bytes, ours: bool = False) -> Manifest:
                 " things in extras"
             )
         tensors = parse_json(text).get("tensors")
-        if (
-            isinstance(tensors, dict) and len(tensors) > MAX_TENSORS
-        ):  # pydantic would collect complaints about all of them: 0.6 GB of 3 MB
+        # Pydantic would collect complaints about all of them: 0.6 GB of 3 MB.
+        if isinstance(tensors, dict) and len(tensors) > MAX_TENSORS:
             raise BadInput(f"it describes {len(tensors)} tensors, more than the {MAX_TENSORS} that a parcel may have")
         try:
             manifest = Manifest.model_validate_json(text)

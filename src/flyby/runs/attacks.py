@@ -121,21 +121,7 @@ def forge(settings: AttackSettings, job: Job, honest: Parcel, site: Site, folder
 
 def remade(item: Parcel, **changes: Any) -> Parcel:
     """The parcel made again with some of its content changed: its manifest, hashes and shapes fit what it now holds."""
-    m = item.manifest
-    same: dict[str, Any] = {
-        "sender": m.sender,
-        "method": m.method,
-        "spec": m.spec,
-        "class_names": m.class_names,
-        "weights": item.weights,
-        "samples": m.samples,
-        "counts": m.counts,
-        "counts_kind": m.counts_kind,
-        "extras": item.extras,
-        "codec": m.codec,
-        "meta": m.meta,
-        "provenance": m.provenance,
-    }
+    same: dict[str, Any] = {**item.manifest.facts, "weights": item.weights, "extras": item.extras}
     return parcel.make(**same | changes)
 
 

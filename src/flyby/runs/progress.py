@@ -3,12 +3,15 @@ site)."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from types import TracebackType
 from typing import Any
 
 from flyby.training.loop import Row
+
+log = logging.getLogger(__name__)
 
 
 class Progress:
@@ -56,8 +59,4 @@ class Progress:
         elif not self.quiet and (row["epoch"] == self.epochs or time.perf_counter() - self.spoken > 5):
             self.spoken = time.perf_counter()
             left = (self.spoken - self.started) / self.done * (self.total - self.done)
-            print(
-                f"{self.title}: {note}, {self.done / self.total:.0%}, about {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            log.info("%s: %s, %.0f%%, about %.0f s left", self.title, note, 100 * self.done / self.total, left)

@@ -31,6 +31,7 @@ from flyby.fusion import Predictor, load_predictor
 from flyby.fusion.evaluation import check_fit, scores_of
 from flyby.rng import legacy_numpy
 from flyby.runs.config import RunConfig
+from flyby.runs.folder import Run
 from flyby.settings import build
 
 Floats = npt.NDArray[np.float64]
@@ -68,7 +69,7 @@ def audit_run(folder: Path, *, device: str = "cpu", seed: int = 0) -> Iterator[t
     """``flyby audit RUN``: each site's upload, with its own training images against the common test images; then the
     fused model, with everybody's training images."""
     asked = {key: value for key, value in read_json(folder / "config.json").items() if key != "resolved"}
-    config, split = build(RunConfig, asked, str(folder / "config.json")), Split.load(folder / "split.json")
+    config, split = build(RunConfig, asked, str(Run(folder).config)), Split.load(Run(folder).split)
     bundle = config.data.load()
     if make_split(bundle.train, config.split, config.seed).hash != split.hash:
         raise BadInput(f"the data changed since the run in {folder} was made, so its members are not known any more")
@@ -84,7 +85,7 @@ def audit_run(folder: Path, *, device: str = "cpu", seed: int = 0) -> Iterator[t
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / "split.json").exists() and (folder / "parcels").is_dir()
+    return Run(folder).split.exists() and Run(folder).parcels.is_dir()
 
 
 def audit(
