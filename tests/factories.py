@@ -175,18 +175,16 @@ def start(*words: object) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(
-    condition: Callable[[], bool], what: str, seconds: float = WAIT, process: subprocess.Popen[str] | None = None
-) -> None:
+def wait_for(condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
     """Poll until something holds; a process that ends before it does, or that is waited for too long, does not stay
     behind."""
-    limit = time.monotonic() + seconds
+    limit = time.monotonic() + WAIT
     while not condition():
         if process is not None and (process.poll() is not None or time.monotonic() >= limit):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             pytest.fail(f"no {what} was seen before the process ended with {process.wait()}: {process.communicate()}")
-        assert time.monotonic() < limit, f"waited {seconds:g} s for {what}"
+        assert time.monotonic() < limit, f"waited {WAIT:g} s for {what}"
         time.sleep(0.005)
 
 

@@ -60,7 +60,7 @@ def load(data: Any, labels: Arrays | Sequence[int] | None = None, *, holdout: fl
 
     >>> data = flyby.load("digits")
     >>> data
-    <Data digits: 1,437 images of 8x8x1, 360 for testing, 10 classes>
+    <Data digits: 1,438 images of 8x8x1, 359 for testing, 10 classes>
     """
     if isinstance(data, DataBundle):
         return Data.of(data)

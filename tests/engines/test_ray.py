@@ -43,6 +43,7 @@ from flyby.engines.jobs import bundle_of
 from flyby.engines.ray import each_ray, fuse_ray, run_ray
 from flyby.errors import BadInput, Diverged, FlybyError
 from flyby.fusion import FedAvg, Inbox, Predictor
+from flyby.fusion.base import Server
 from flyby.study.catalogue import Study
 from flyby.study.grid import run_study
 
@@ -246,9 +247,9 @@ def test_sites_and_server_on_two_machines_give_the_bytes_of_inline(cluster: Any,
 class WhereAmI(FedAvg):
     """FedAvg that notes its process."""
 
-    def fuse(self, parcels: Inbox, **options: Any) -> Predictor:
-        self.sections.append({"title": "process", "text": str(os.getpid())})
-        return super().fuse(parcels, **options)
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
+        server.report.append({"title": "process", "text": str(os.getpid())})
+        return super().combine(parcels, server)
 
 
 def test_a_server_rule_runs_in_a_worker(cluster: Any, data: Path, tmp_path: Path) -> None:
@@ -256,8 +257,9 @@ def test_a_server_rule_runs_in_a_worker(cluster: Any, data: Path, tmp_path: Path
     engine_named("inline")(jobs, lambda row: None)
     inbox = Inbox([job.parcel_path for job in jobs])
     rule = WhereAmI()
-    there, here = fuse_ray(rule, inbox), FedAvg().fuse(inbox)
-    assert rule.sections[0]["text"] != str(os.getpid())
+    server = Server()
+    there, here = fuse_ray(rule, inbox, server), FedAvg().fuse(inbox)
+    assert server.report[0]["text"] != str(os.getpid())
     assert there.kind == here.kind
     assert all(torch.equal(there.state_dict()[name], tensor) for name, tensor in here.state_dict().items())
 

@@ -353,11 +353,12 @@ def test_a_clock_that_is_set_changes_nothing(inbox: Path, monkeypatch: pytest.Mo
     assert 0.3 <= arrivals.waited < 30
 
 
-def test_plain_lines_where_there_is_no_terminal(inbox: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_where_there_is_no_terminal(inbox: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flyby")
     put(inbox, "ann")
     (inbox / "x.parcel").write_bytes(b"no")
     wait(inbox, Quorum.of("ann,bob", None), Clock((5, lambda: put(inbox, "bob"))))
-    lines = capsys.readouterr().err.splitlines()
+    lines = caplog.messages
     assert lines[:2] == ["ann is there: ann.parcel", f"refused: {inbox}/x.parcel is not a parcel"]
     assert lines[2] == "waiting: 1 of 2 there: ann; missing: bob; 1 refused; 1 min left"
     assert lines[3:] == [

@@ -300,9 +300,9 @@ def test_a_bad_trust_file_is_one_sentence(case: str, tmp_path: Path, keys: dict[
 
 def test_without_cryptography_one_line_says_what_to_install() -> None:
     code = (
-        "import sys; sys.modules['cryptography'] = None\nfrom pathlib import Path\nfrom flyby.parcels import signing\nfrom"
-        " flyby.errors import BadInput\ntry:\n    signing.verify_bytes(bytes(32), bytes(64), b'')\nexcept BadInput as"
-        " error:\n    print(error)"
+        "import sys; sys.modules['cryptography'] = None\nfrom pathlib import Path\nfrom flyby.parcels import signing\n"
+        "from flyby.errors import BadInput\ntry:\n    signing.verify_bytes(bytes(32), bytes(64), b'')\n"
+        "except BadInput as error:\n    print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT).stdout
     assert "pip install cryptography" in said

@@ -572,3 +572,66 @@ def test_in_a_browser(tmp_path: Path) -> None:
     assert sum(tag == "svg" for tag, _ in page.tags) == 5
     assert "script" not in {tag for tag, _ in page.tags}
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+
+
+# -- runs whose nodes met
+
+
+def node_facts(local: float, answer: float, sender: str) -> dict[str, Any]:
+    candidates = [
+        {"sender": sender, "score": 0.9, "chosen": True, "weight": 0.75},
+        {"sender": "self", "score": 0.5, "chosen": False, "weight": None},
+    ]
+    theorem = {"risk_gap": None, "printed": 2.0, "ours": 1.0, "logit_gap": 0.5, "logit_bound": 0.25}
+    bounds = {"says_nothing": True, "largest_rate": 0.1}
+    one = {"round": 1, "student": answer, "teacher": 0.5, "candidates": candidates, "log": ["refused <x>: bad"]}
+    one |= {"theorem_1": theorem, "theorem_2": bounds}
+    return {"model": "mlp", "train": 40, "val": 9, "test": 9, "local": local, "answer": answer, "rounds": [one]}
+
+
+def make_population(folder: Path) -> Path:
+    make_run(folder, method="fol", fusion=None, rounds=1, per_client={"site-2": 0.75, "site-0": 0.5})
+    (folder / "nodes").mkdir()
+    for name, facts in {
+        "site-0": node_facts(0.5, 0.5, "site-1"),
+        "site-1": node_facts(0.9, 0.9, "a node that was not judged"),
+        "site-2": node_facts(0.25, 0.75, "site-0"),
+    }.items():
+        (folder / "nodes" / f"{name}.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_nodes_that_met_are_read_from_the_folder(tmp_path: Path) -> None:
+    folder = make_population(tmp_path / "run")
+    page = page_of(folder)
+    head, first, second, mean = next(t for t in page.tables.values() if t and t[0][0] == "node")
+    assert head == ["node", "model", "train", "val", "test", "local", "FOL E=1", "FOL-A E=1"]
+    assert first == ["site-2", "mlp", "40", "9", "9", "0.25", "0.75", "0.5"], "in the result's order"
+    assert second[0] == "site-0"
+    assert mean == ["mean", "", "40", "9", "9", "0.375", "0.625", "0.5"]
+    assert "a node that was not judged" not in page.text
+    assert "refused <x>: bad" in page.text
+    assert "site-0 (0.75)" in page.text
+    bounds = next(t for t in page.tables.values() if t and "Theorem 1, ours" in t[0])
+    assert bounds[1] == ["site-2", "1", "–", "2", "1", "0.5", "0.25", "says nothing", "0.1"], "no number is a dash"
+    assert any("site-2 75.0" in word for word in page.words), "the slope chart names few nodes"
+
+
+def test_a_section_of_one_s_own_stands_beside_the_nodes(tmp_path: Path) -> None:
+    folder = make_population(tmp_path / "run")
+    (folder / "extra.json").write_text(
+        json.dumps([{"title": "Node by node", "text": "an older copy"}, {"title": "Ours", "text": "our own words"}])
+    )
+    text = page_of(folder).text
+    assert "an older copy" not in text
+    assert "our own words" in text
+
+
+def test_a_damaged_node_is_one_sentence(tmp_path: Path) -> None:
+    folder = make_population(tmp_path / "run")
+    (folder / "nodes" / "site-0.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"nodes/ of the run run does not hold .*KeyError"):
+        write_report(folder)
+    (folder / "nodes" / "site-0.json").write_text("[]")
+    with pytest.raises(BadInput, match="does not hold a JSON object"):
+        write_report(folder)

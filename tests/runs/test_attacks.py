@@ -41,7 +41,8 @@ from flyby.study.grid import cells, read_rows, run_study
 from flyby.study.tables import render
 
 NAMES = [f"site-{i}" for i in range(10)]
-QUICK = {"engine": "inline", "device": "cpu", "quiet": True, "keep": False}
+QUICK: dict[str, Any] = {"engine": "inline", "device": "cpu", "quiet": True}
+BRIEF: dict[str, Any] = {**QUICK, "keep": False}
 SEND = "objective.send=[class-means,kfac,null-space]"
 
 
@@ -62,7 +63,7 @@ def config(*assignments: str, method: str = "ensemble", fusion: str | None = Non
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An honest run, in ``honest``, whose uploads all others share, in ``store``."""
     folder = tmp_path_factory.mktemp("attacks")
-    run(config(), folder / "honest", Options(store=folder / "store", **QUICK))
+    run(config(), folder / "honest", Options(store=folder / "store", **BRIEF))
     return folder
 
 
@@ -83,7 +84,7 @@ def split(place: Path) -> Split:
 
 
 def attack(place: Path, name: str, *assignments: str, **changes: Any) -> dict[str, Any]:
-    return run(config(*assignments, **changes), place / name, Options(store=place / "store", **QUICK)).to_json()
+    return run(config(*assignments, **changes), place / name, Options(store=place / "store", **BRIEF)).to_json()
 
 
 # -- who
@@ -169,7 +170,7 @@ def test_a_running_variance_keeps_its_sign() -> None:
         "seed": 0,
     }
     job = Job.model_validate(
-        {"site": "a", "data": {}, "split": "x", "recipe": recipe, "device": "cpu", "folder": "x", "key": "k"}
+        {"site": "a", "data": {}, "split": "x", "recipe": recipe, "device": "cpu", "folder": "x", "origin": "k"}
     )
     made = forge(AttackSettings(kind="sign-flip"), job, honest, Site("a", part, part, part, ("x", "y", "z")))
     for name, value in honest.weights.items():
@@ -279,7 +280,7 @@ def test_nobody_attacks_unless_asked(place: Path, jobs: list[Job], digits: DataB
     assert saved["attack"]["kind"] == "none"
     del saved["attack"], saved["admission"]  # as an older flyby wrote it
     (place / "honest" / "config.json").write_text(json.dumps(saved))
-    again = run(config(), place / "honest", Options(store=place / "store", resume=True, **QUICK)).to_json()
+    again = run(config(), place / "honest", Options(store=place / "store", resume=True, **BRIEF)).to_json()
     assert again == result_of(place / "honest")
 
 
@@ -421,7 +422,7 @@ def test_a_poisoned_neighbourhood(tmp_path: Path) -> None:
     words += ["orient.eval_nodes=[0,1]", "orient.diagnostics=false", "attack.kind=random", "attack.share=0.5"]
     shape = {"name": "fol", "clients": 6, "alpha": 5.0}
     chosen = make_config("fol-n", data={"name": "digits"}, split=shape, model="mlp", epochs=15, assignments=words)
-    result = run(chosen, tmp_path / "fol", Options(**QUICK)).to_json()
+    result = run(chosen, tmp_path / "fol", Options(**BRIEF)).to_json()
     assert set(result["per_client"]) == {"site-0", "site-1"}
     assert len(result["malicious"]) == 6
     assert {f"{one['sender']} -> {one['receiver']}" for one in result["refused"]} == set(result["malicious"])
@@ -434,4 +435,4 @@ def test_a_poisoned_neighbourhood(tmp_path: Path) -> None:
         assignments=[*words, "orient.sends=current"],
     )
     with pytest.raises(BadInput, match=r"orient\.sends=current"):
-        run(current, tmp_path / "current", Options(**QUICK))
+        run(current, tmp_path / "current", Options(**BRIEF))

@@ -13,7 +13,8 @@ from flyby.fusion import load_predictor
 from flyby.orient import Schedule
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
-from flyby.report.nodes import slope_chart
+from flyby.report.nodes import sections_of, slope_chart
+from flyby.report.read import RunData
 
 QUICK = (
     "--model",
@@ -78,7 +79,7 @@ def test_a_population_run(tmp_path: Path, data: Path) -> None:
     assert result["per_client"]["site-1"] == node["rounds"][-1]["student"] == node["answer"]
     assert result["local_per_client"]["site-1"] == node["local"]
     assert load_predictor(out / "personal" / "site-1").kind == "single"
-    sections = read(out / "extra.json")
+    sections = sections_of(RunData.read(out))
     assert [s["title"] for s in sections] == ["Node by node", "What the theorems say", "Pruning", "Meetings"]
     assert sections[0]["table"]["columns"][-4:] == ["FOL E=1", "FOL E=2", "FOL-A E=1", "FOL-A E=2"]
     page = (out / "report.html").read_text()
@@ -298,7 +299,7 @@ def test_digits_fol_a_beats_fol_beats_local_and_adapting_pays(tmp_path: Path) ->
     done(
         "run", "--method", "fol,fol-n", "--data", "digits", *words, *half, "--device", "cpu", "--out", tmp_path / "runs"
     )
-    tables = {name: read(tmp_path / "runs" / name / "extra.json")[0]["table"] for name in ("fol", "fol-n")}
+    tables = {name: sections_of(RunData.read(tmp_path / "runs" / name))[0]["table"] for name in ("fol", "fol-n")}
     means = {name: dict(zip(table["columns"], table["rows"][-1], strict=True)) for name, table in tables.items()}
     fol = means["fol"]
     assert fol["FOL-A E=1"] >= fol["FOL E=1"] >= fol["local"] > 0.75

@@ -428,7 +428,7 @@ def invented(study: Study, accuracy: Callable[[Any], float | None]) -> list[dict
             "clients": c.config.split.clients,
             "accuracy": accuracy(c),
             "split_hash": "s",
-            "trained": 5 * (c.rule == "fedavg"),
+            "trained": c.config.split.clients * (c.rule == "fedavg"),
             "timings": {"train": 10.0 + 7 * c.config.seed},
             "hardware": "an abacus",
         }
@@ -509,6 +509,16 @@ def test_settings_that_differ_get_tables_of_their_own_and_own_rules_their_names(
     tables = well_formed(render(study, tmp_path / "tiny.jsonl", []))
     assert [[row[1:] for row in table[2:]] for table in tables] == [
         [["none", f"{n}0.00 (n=1)"], ["experts-calibrated", f"{n}0.00 (n=1)"]] for n in (3, 3, 5, 5)
+    ]
+
+
+def test_variants_are_lines_of_their_own_and_never_one_mean(tmp_path: Path) -> None:
+    study = tiny(methods=["aurora"], fusions=["iffi"], variants=["objective.weighting=fixed", "train.lr=0.1"])
+    written(tmp_path / "tiny.jsonl", *invented(study, lambda c: 0.1 if "fixed" in c.variant else 0.3))
+    (table,) = well_formed(render(study, tmp_path / "tiny.jsonl", []))
+    assert table[2:] == [
+        ["aurora, objective.weighting=fixed", "iffi", "10.00 (n=1)"],
+        ["aurora, train.lr=0.1", "iffi", "30.00 (n=1)"],
     ]
 
 

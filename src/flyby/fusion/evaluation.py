@@ -58,6 +58,8 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
     """The predictor's scores [N, C] on uint8 images [N, H, W, C], in pieces and kept on the host. Members speak
     one at a time, each over all images of a piece; what they said is then combined, batch by batch."""
     predictor = predictor.eval().to(device)
+    if type(predictor).combine is Predictor.combine:  # it has a ``forward`` of its own, and nothing to share
+        return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, BATCH)])
     scores = []
     for piece in torch.split(images, _piece(predictor)):
         said = []

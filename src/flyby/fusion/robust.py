@@ -121,9 +121,8 @@ class Clipped(Median):
     def combined(self, parcels: Inbox) -> dict[str, Tensor]:
         centre = super().combined(parcels)
         floats = [name for name, value in centre.items() if value.is_floating_point()]
-        away = torch.stack(
-            [torch.stack([(item.weights[name] - centre[name]).norm() for name in floats]) for item in parcels]
-        )  # [K, tensors]
+        far = [[(item.weights[name] - centre[name]).norm() for name in floats] for item in parcels]
+        away = torch.stack([torch.stack(each) for each in far])  # [K, tensors]
         shares = (middle(away, 0.5) / away.clamp_min(1e-30)).clamp(max=1) / len(parcels)
         answer = {name: value.clone() for name, value in centre.items()}
         for item, share in zip(parcels, shares, strict=True):

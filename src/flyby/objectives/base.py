@@ -45,7 +45,7 @@ class ObjectiveSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    calibrate: bool = Field(True, description="send the three scalars a class that experts-calibrated needs")
+    calibrate: bool = Field(True, description="send the three scalars per class that experts-calibrated needs")
     send: tuple[str, ...] = Field(
         (), description="further statistics for server rules that need them, e.g. [kfac], or [kfac:samples=2000]"
     )
@@ -60,9 +60,7 @@ class Objective(nn.Module):
     head: ClassVar[str] = "linear"
     settings_type: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
     batch: ClassVar[int] = 64
-    per_sample: ClassVar[bool] = (
-        False  # whether the loss is a mean over images, each alone: what private training needs
-    )
+    per_sample: ClassVar[bool] = False  # whether the loss is a mean over images, each alone, as private training needs
     training: bool
 
     def __init__(self, settings: ObjectiveSettings) -> None:

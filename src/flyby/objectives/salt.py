@@ -79,9 +79,8 @@ class Salt(Objective):
         weights, head = self.settings, model.head
         prototypes: Tensor = head.prototypes  # type: ignore[assignment]
         features = F.normalize(model.features(batch.images).float(), dim=1)
-        with torch.autocast(
-            features.device.type, enabled=False
-        ):  # a few small products, where bf16 would cost accuracy and win nothing
+        # A few small products, where bf16 would cost accuracy and win nothing.
+        with torch.autocast(features.device.type, enabled=False):
             similarity = features @ prototypes.T
             logits = similarity if head.scale is None else similarity * head.scale  # type: ignore[operator]
             cls = F.cross_entropy(logits, batch.labels)

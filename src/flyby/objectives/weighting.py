@@ -1,9 +1,8 @@
 """How strongly to align: AURORA's learned lambda, its ablations and its rivals, as drop-ins for one another.
 
 AURORA: two scalars l = log sigma^2 follow L_sigma + L_reg by SGD with momentum, beside the network's optimiser:
-  L_sigma = L_local / (2 e^l_local) + L_align / (2 e^l_align) + l_local / 2 + s(p) l_align / 2      (both losses
-  detached) lambda  = exp(l_local - l_align),   L_reg = gamma relu(lambda - lambda_max)^2,   s(p) = max(1e-3, (1 +
-  cos(pi p)) / 2)
+  L_sigma = L_local / (2 e^l_local) + L_align / (2 e^l_align) + l_local / 2 + s(p) l_align / 2   (both losses detached)
+  lambda  = exp(l_local - l_align),  L_reg = gamma relu(lambda - lambda_max)^2,  s(p) = max(1e-3, (1 + cos(pi p)) / 2)
 and the network minimises L_W = L_local + lambda.detach() L_align. With frozen losses the sigmas settle at L_local and
 L_align / s, so lambda at s L_local / L_align (Proposition 1). The gradient of two scalars is written out by hand: no
 second backward pass, and nothing of it can reach the network.
@@ -126,9 +125,8 @@ class Learnable(TwoScalars):
     lambda, whose minimum is the balance lambda = L_local / L_align that uncertainty weighting has too."""
 
     def __init__(self, settings: WeightingSettings, start: float = 0.0) -> None:
-        super().__init__(
-            settings, (math.log(math.expm1(math.exp(start))), 0.0)
-        )  # lambda = e^start at the start, as AURORA's
+        # lambda = e^start at the start, as AURORA's.
+        super().__init__(settings, (math.log(math.expm1(math.exp(start))), 0.0))
 
     def strength(self, progress: Tensor) -> Tensor:
         return F.softplus(self.scalars[0] + self.scalars[1] * torch.cos(math.pi * progress))

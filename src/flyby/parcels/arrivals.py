@@ -137,9 +137,8 @@ class Watched:
                 name: status for name in _names(self.folder) if (status := _status(self.folder / name)) is not None
             }
             self.trouble = ""
-        except (
-            OSError
-        ) as error:  # a network folder that is away for a while; what was seen stays seen until it can be read again
+        except OSError as error:
+            # A network folder that is away for a while; what was seen stays seen until it can be read again.
             self.trouble = f"{self.folder} cannot be read ({error.strerror or error})"
             return False
         changed = False
@@ -148,9 +147,8 @@ class Watched:
             changed = True
         for name, (kind, stamp) in stamps.items():
             new = self._stamps.get(name) != stamp
-            if (
-                new or name in self._unreadable
-            ):  # the system's trouble is over one day, and the file need not change for that
+            # The system's trouble is over one day, and the file need not change for that.
+            if new or name in self._unreadable:
                 changed = changed or new
                 self._forget(name)
                 self._stamps[name] = stamp
@@ -186,7 +184,7 @@ class Watched:
             self._found[name] = manifest
 
     def arrivals(self) -> Arrivals:
-        """One parcel a sender, the first by file name; others of the same sender are refused here, for as long as the
+        """One parcel per sender, the first by file name; others of the same sender are refused here, for as long as the
         first one stays."""
         made = Arrivals(self.folder, unfinished=dict(sorted(self._unfinished.items())), seen=frozenset(self._stamps))
         first: dict[str, str] = {}
@@ -240,9 +238,8 @@ def gather(
     began, pause = clock(), QUICK
     with _status_line(quorum) as tell:
         while True:
-            over = (
-                deadline is not None and clock() - began >= deadline
-            )  # before the look: one that begins at the deadline still counts
+            # Before the look: one that begins at the deadline still counts.
+            over = deadline is not None and clock() - began >= deadline
             changed = inbox.look()
             made = inbox.arrivals()
             made.waited = clock() - began

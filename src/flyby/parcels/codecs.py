@@ -101,7 +101,7 @@ class Cast:
 
 
 class Int8:
-    """One signed byte a value and one scale an output channel: ``x ~ q * scale`` with ``q`` in -127..127."""
+    """One signed byte per value and one scale per output channel: ``x ~ q * scale`` with ``q`` in -127..127."""
 
     def layout(self, name: str, dtype: torch.dtype, shape: Shape) -> Layout:
         if not _quantised(dtype, shape):
@@ -124,7 +124,7 @@ class Int8:
 
 
 class Int4:
-    """Half a byte a value and one scale for every 32: ``x ~ q * scale`` with ``q`` in -7..7, stored as ``q + 8``, the
+    """Half a byte per value and one scale for every 32: ``x ~ q * scale`` with ``q`` in -7..7, stored as ``q + 8``, the
     earlier value in the low half of the byte; a row of odd length ends with a half that means zero."""
 
     def layout(self, name: str, dtype: torch.dtype, shape: Shape) -> Layout:
@@ -152,9 +152,8 @@ class Int4:
         halves = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(shape[0], -1)
         if int(halves.min()) == 0 or (width % 2 and bool((halves[:, -1] != 8).any())):
             raise BadInput(f"tensor {name!r} holds a value outside int4's range of -7..7 or a used padding half")
-        values = (
-            halves[:, :width].to(torch.float32).sub_(8)
-        )  # in place: the memory of a reader is bounded by what it decodes
+        # In place: the memory of a reader is bounded by what it decodes.
+        values = halves[:, :width].to(torch.float32).sub_(8)
         return values.mul_(scale.repeat_interleave(GROUP, dim=1)[:, :width]).reshape(shape)
 
 

@@ -6,7 +6,7 @@ Each parcel alone, as it arrives (:meth:`Gate.check`):
 1. ``size``: the file, and the number and sum of all admitted so far, within the policy's limits;
 2. ``header``: lengths, schema, manifest;
 3. ``signature``: a bad one is refused always; a sender of the trust file must have signed with its own key;
-4. ``replay``: one parcel a sender, now and in the ledger of earlier fusions;
+4. ``replay``: one parcel per sender, now and in the ledger of earlier fusions;
 5. ``content``: hashes, shapes, finite numbers (``flyby.parcels.parcel.read``);
 6. ``norm``: the root mean square of every tensor within an absolute bound.
 
@@ -319,9 +319,8 @@ class Gate:
 
     def _copies(self) -> None:
         seen: dict[tuple[str, ...], str] = {}
-        for key, one in sorted(
-            self._waiting.items(), key=lambda pair: pair[1].signer is None
-        ):  # of two, a signed one is the original
+        # Of two, a signed one is the original.
+        for key, one in sorted(self._waiting.items(), key=lambda pair: pair[1].signer is None):
             content = tuple(sorted(info.sha256 for info in one.manifest.tensors.values()))
             if content in seen:
                 self._drop(

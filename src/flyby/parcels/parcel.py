@@ -13,6 +13,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict, Unpack
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from flyby import files
 from flyby.errors import BadInput
 from flyby.models.spec import ModelSpec, Network, Shapes
-from flyby.names import Name
+from flyby.names import Name, printable
 from flyby.parcels import container
 from flyby.parcels.codecs import DTYPE_NAMES, DTYPES, MAX_DIMENSIONS, MAX_EXTENT, Span, codec, parse_json
 from flyby.parcels.container import (
@@ -173,6 +174,18 @@ class Parcel:
     @property
     def digest(self) -> str:
         return self.manifest.digest
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return f"<Parcel of {m.sender}: {m.spec.name} by {m.method} from {m.samples:,} images, {self.size:,} bytes>"
+
+    def _repr_html_(self) -> str:
+        m, held = self.manifest, dict(zip(self.manifest.class_names, self.manifest.counts or (), strict=False))
+        facts = {"sender": m.sender, "method": m.method, "model": m.spec.name, "images": f"{m.samples:,}"}
+        facts["classes"] = ", ".join(f"{name}: {count}" for name, count in held.items() if count) or "not shared"
+        facts |= {"extras": ", ".join(m.extras) or "none", "size": f"{self.size:,} bytes"}
+        rows = (f"<tr><th>{name}</th><td>{escape(printable(value))}</td></tr>" for name, value in facts.items())
+        return f"<table>{''.join(rows)}</table>"
 
     def network(self, device: torch.device | str = "cpu") -> Network:
         """The sender's network, rebuilt from the spec (code never travels), in eval mode."""

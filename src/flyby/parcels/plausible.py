@@ -19,14 +19,11 @@ from flyby.rng import generator
 
 PROBE = 32  # noise images on which every network must answer
 FEWEST = 8  # labelled images by which a model can be judged at all
-# Share of what is above chance; random weights reach a few hundredths more than chance, since images of a class are
-# alike
+# Share of what is above chance. Random weights reach a few hundredths more than chance: images of a class are alike.
 KNOWN = 0.2
 OTHERS = 3  # models of the same architecture without which a median says nothing
-STATISTICS = (
-    "running_mean",
-    "running_var",
-)  # they follow a site's images, a variance even with the square of their contrast
+# They follow a site's images, a variance even with the square of their contrast.
+STATISTICS = ("running_mean", "running_var")
 
 
 class Policy(BaseModel):
@@ -109,9 +106,8 @@ def answers(item: Parcel, images: Tensor | None, device: torch.device | str, pol
     classes = torch.empty(0)
     for batch in [noise] if images is None else [noise, images]:
         logits = torch.cat([network(spec.prepare(piece.to(device))).float().cpu() for piece in torch.split(batch, 256)])
-        if (
-            logits.shape[1:] != (spec.classes,) or not float(logits.abs().max()) <= policy.max_logit
-        ):  # NaN is not below anything
+        within = float(logits.abs().max()) <= policy.max_logit  # NaN is not below anything
+        if logits.shape[1:] != (spec.classes,) or not within:
             raise BadInput(f"its answers are not finite or beyond {policy.max_logit:g}; its training diverged")
         classes = logits.argmax(1)
     return classes

@@ -1,4 +1,4 @@
-"""What an expert knows about its own certainty, measured at the site on its own images: three scalars a class.
+"""What an expert knows about its own certainty, measured at the site on its own images: three scalars per class.
 
 For every class a site holds: the mean cosine between features and class direction on its own images of that class, and
 its mean and spread on scraps, inputs that are of no class (two of its images mixed, halves of two joined, patches

@@ -22,9 +22,8 @@ def class_means(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
     device = next(network.parameters()).device
     classes = len(site.class_names)
     labels = site.train.labels.to(device)
-    sums = torch.zeros(
-        classes, network.feature_dim, dtype=torch.float64, device=device
-    )  # a long sum: float32 would lose its last digits
+    # A long sum: float32 would lose its last digits.
+    sums = torch.zeros(classes, network.feature_dim, dtype=torch.float64, device=device)
     network.eval()
     for rows in torch.split(torch.arange(len(labels), device=device), 512):
         images = site.train.images[rows.to(site.train.images.device)].to(device)

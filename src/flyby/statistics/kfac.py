@@ -3,8 +3,9 @@
 For every linear and convolution layer with weights M = [W | b] the Fisher matrix is taken as B (x) A, where
 
     A = E[a a^T]    a: the layer's inputs with a 1 appended for the bias; a convolution's patches, averaged over its
-    positions B = E[g g^T]    g: the gradients of the cross-entropy with the true labels at the layer's outputs, summed
-    over its positions
+                    positions
+    B = E[g g^T]    g: the gradients of the cross-entropy with the true labels at the layer's outputs, summed over its
+                    positions
 
 so that B (x) A is the Fisher matrix itself, not a multiple of it, for a layer at one position as for one at many. One
 pass over the site's own images after training; BatchNorm uses what it learned, so the images do not mix. A convolution
@@ -132,9 +133,8 @@ def second_moments(
             with torch.enable_grad():
                 x.requires_grad_()
                 loss = F.cross_entropy(network(x), labels[start : start + BATCH].to(first.device), reduction="sum")
-                torch.autograd.grad(
-                    loss, x
-                )  # with respect to x alone: no weight's gradient is computed, every hook is passed
+                # With respect to x alone: no weight's gradient is computed, every hook is passed.
+                torch.autograd.grad(loss, x)
     finally:
         for handle in handles:
             handle.remove()

@@ -36,7 +36,7 @@ def render(study: Study, place: Path, figures: list[Row] | None = None) -> str:
     everything = read_rows(place)
     if not everything:
         raise BadInput(f"{place} holds no rows yet; run flyby study {place.stem} first")
-    wanted = {cell.key: (cell.config.method, _rule(cell)) for cell in cells(study)}
+    wanted = {cell.key: (_clients(cell), _rule(cell)) for cell in cells(study)}
     threats = {cell.key: (cell.attack, cell.admission) for cell in cells(study)}
     rows = [{**row, "key": key} for key, row in settled(study, place).items()]
     if not rows:
@@ -70,6 +70,11 @@ def _group(row: Row) -> tuple[str, str, int, str, int]:
     return row["data"], row["model"], row["clients"], row["split"], row["epochs"]
 
 
+def _clients(cell: Cell) -> str:
+    """How the clients of a cell trained: variants are other trainings, never more runs of one."""
+    return f"{cell.config.method}, {cell.variant}" if cell.variant else cell.config.method
+
+
 def _rule(cell: Cell) -> str:
     return (METHODS[cell.config.method].fusion or "none") if cell.rule == "own" else cell.rule
 
@@ -99,8 +104,9 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
         "",
         f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads.",
     ]
-    if spent := [row["timings"]["train"] for row in rows if row.get("trained")]:
-        hardware = ", ".join(sorted({row["hardware"] for row in rows if row.get("trained")}))
+    whole = [row for row in rows if row.get("trained") == row["clients"]]  # of a resumed one a part was timed
+    if spent := [row["timings"]["train"] for row in whole]:
+        hardware = ", ".join(sorted({row["hardware"] for row in whole}))
         lines.append(f"Training one set of uploads took {min(spent):.0f} to {max(spent):.0f} s ({hardware}).")
     return lines + ([""] if notes else []) + [f"- [{i}] {note}" for i, note in enumerate(notes, 1)]
 

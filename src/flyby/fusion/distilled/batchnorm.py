@@ -38,7 +38,7 @@ class Moments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Tensor:
-        """d/dx = d_mean / n + d_var 2 (x - mean) / n: one slope and one shift a channel."""
+        """d/dx = d_mean / n + d_var 2 (x - mean) / n: one slope and one shift per channel."""
         x, mean = ctx.saved_tensors
         n = x.numel() // x.shape[1]
         slope = 2 * d_var / n

@@ -33,7 +33,7 @@ from flyby.rng import generator
 from flyby.training.checkpoint import TrainingState
 from flyby.training.steps import batches
 
-SHOWN = 8  # images a class in the report
+SHOWN = 8  # images per class in the report
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class FedCvae(Fusion):
         history = stages.train("classifier", network, self.settings.epochs, self.settings.lr, order, loss_of)
         text = (
             f"{len(labels)} images painted by {len(painters)} clients' decoders, here up to {SHOWN} of each class, one"
-            " class a row."
+            " class per row."
         )
         server.report.insert(
             told,
@@ -148,7 +148,7 @@ class FedCvaeKd(FedCvae):
             return F.mse_loss(student(asked.z[rows], asked.labels[rows]), asked.pixels[rows])
 
         history = stages.train("decoder", student, self.settings.distil_epochs, self.settings.distil_lr, order, loss_of)
-        server.report.append(fallen("Decoders distilled into one", "mean squared error a pixel", history))
+        server.report.append(fallen("Decoders distilled into one", "mean squared error per pixel", history))
         held = (torch.stack([p.frequencies for p in painters]).sum(0) > 0).double()
         return draw(
             [Painter(student, 1.0, held / held.sum())],

@@ -38,10 +38,8 @@ from flyby.training.steps import autocast
 Resident = Literal["auto", "all", "one"]
 Precision = Literal["auto", "fp32", "bf16"]
 Objective = Callable[[Tensor, Tensor], Tensor]  # (images [N, C, H, W] in 0..1, clients' logits [K, N, C]) -> a loss
-ROOM = {
-    "cpu": 2 << 30,
-    "cuda": 32 << 30,
-}  # bytes that ``resident: auto`` lets all teachers take together; fixed, so that it decides alike everywhere
+# Bytes that ``resident: auto`` lets all teachers take together; fixed, so that it decides alike everywhere.
+ROOM = {"cpu": 2 << 30, "cuda": 32 << 30}
 
 
 class SynthesisSettings(FusionSettings):

@@ -78,13 +78,11 @@ class ExpertsPredictor(Predictor):
             best = cosine.masked_fill(~held, -1.0).amax(2)
             said = cosine * (self.sharpness * best).softmax(0)[:, :, None] * len(cosine)
         else:
-            said = (
-                calibrated(cosine, self.calibration) + WHISPER * cosine
-            )  # where every expert is silent the cosines decide, not class 0
+            # Where every expert is silent the cosines decide, not class 0.
+            said = calibrated(cosine, self.calibration) + WHISPER * cosine
         scores = torch.einsum("kc,knc->nc", self.votes, said)
-        return scores.masked_fill(
-            self.votes.sum(0) == 0, -float(len(cosine))
-        )  # a class nobody speaks for comes after all others
+        # A class nobody speaks for comes after all others.
+        return scores.masked_fill(self.votes.sum(0) == 0, -float(len(cosine)))
 
     def chances(self, scores: Tensor) -> Tensor:
         """Each class's share of all that was said."""

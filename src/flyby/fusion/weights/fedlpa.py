@@ -1,7 +1,7 @@
 """FedLPA [Liu et al., NeurIPS 2024]: layer-wise aggregation of Gaussian posteriors whose precisions are K-FAC factors.
 
 Near its own optimum M_k (a layer's [W | b]) client k's loss grows as (1/2) <M - M_k, B_k (M - M_k) A_k>. The M that is
-best for all, each weighed by q_k = n_k / N, solves one linear equation a layer:
+best for all, each weighed by q_k = n_k / N, solves one linear equation per layer:
 
     sum_k q_k B_k M A_k = sum_k q_k B_k M_k A_k          (A_k and B_k damped by .0316 I)
 
@@ -30,7 +30,7 @@ from flyby.statistics.kfac import divide, matrix_shape, unpack
 class FedLpaSettings(AverageSettings):
     damping: float = Field(0.0316, gt=0, description="added to the diagonals of all factors")
     tolerance: float = Field(1e-6, gt=0, description="relative residual at which a layer is solved")
-    iterations: int = Field(500, ge=0, description="most steps of conjugate gradients a layer")
+    iterations: int = Field(500, ge=0, description="most steps of conjugate gradients per layer")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Solution:
 class FedLpa(Fusion):
     name = "fedlpa"
     paper = "FedLPA: Liu et al., NeurIPS 2024"
-    about = "layer-wise posteriors with K-FAC precision, joined by one linear solve a layer"
+    about = "layer-wise posteriors with K-FAC precision, joined by one linear solve per layer"
     needs = frozenset({"weights", "kfac"})
     settings_type = FedLpaSettings
     settings: FedLpaSettings
@@ -146,9 +146,8 @@ def solve(
     while steps < iterations and float(residual.norm()) > tolerance * size:
         image = operator(direction)
         curvature = (direction * image).sum()
-        if (
-            not float(curvature) > 0
-        ):  # rounding, or a hostile parcel, made the operator indefinite: what is found so far stands
+        # Rounding, or a hostile parcel, made the operator indefinite: what is found so far stands.
+        if not float(curvature) > 0:
             break
         matrix = matrix + energy / curvature * direction
         residual = residual - energy / curvature * image

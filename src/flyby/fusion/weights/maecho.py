@@ -1,8 +1,8 @@
 """MA-Echo [Su et al., 2022, "One-shot federated learning without server-side training"]: averaging along what each
 client does not use.
 
-Each client sends, a layer, a projector P_k on the directions its inputs leave free (``flyby.statistics.null_space``). W
-starts at the mean of the W_k; then, again and again,
+Each client sends, per layer, a projector P_k on the directions its inputs leave free
+(``flyby.statistics.null_space``). W starts at the mean of the W_k; then, again and again,
 
     W   <- W + eta mean_k (W - W_k)(P_k - I)        W is pulled to each client along the directions that client uses
     W_k <- W_k + eta (W - W_k) P_k                  each client moves to W along the directions it does not use

@@ -29,7 +29,7 @@ from flyby.rng import generator
 
 
 class Axis(NamedTuple):
-    """One dimension of one tensor along which a group of neurons lies, ``block`` numbers a neuron (more than 1 where
+    """One dimension of one tensor along which a group of neurons lies, ``block`` numbers per neuron (more than 1 where
     maps are flattened)."""
 
     tensor: str
