@@ -238,7 +238,8 @@ def fuse(
     <Model single of 1 x cnn-small, 10 classes>
     """
     inbox = Inbox(parcels)
-    rule = rule_named(fusion or rule_for(m.method for m in inbox.manifests), assignments(settings))
+    methods = [m.method for m in inbox.manifests]
+    rule = rule_named(fusion or rule_for(methods), assignments(settings), methods)
     predictor = rule.fuse(inbox, Server(proxy, seed, pick_device(device)))
     return Model(predictor, device=device, card={"fusion": rule.name, "sites": len(inbox)})
 

@@ -80,3 +80,17 @@ def without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Processes started in here do not import the caller's script again: workers need nothing of it, and a script
+    without a ``__main__`` guard would run a second time in each."""
+    main = sys.modules["__main__"]
+    names: tuple[str, ...] = ("__file__", "__spec__")
+    kept = {name: main.__dict__.pop(name) for name in names if name in main.__dict__}
+    main.__dict__["__spec__"] = None  # as in a notebook
+    try:
+        yield
+    finally:
+        main.__dict__.update(kept)

@@ -43,7 +43,7 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
     waiting: dict[Future[tuple[int, float]], Job] = {}
     ended_well = False
     try:
-        with forkserver.without_interrupts():
+        with forkserver.without_interrupts(), forkserver.without_main():
             largest_first = sorted(jobs, key=samples_of, reverse=True)
             waiting = {pool.submit(_work, job.model_dump_json()): job for job in largest_first}
         while waiting:

@@ -118,7 +118,8 @@ METHODS: Registry[Method] = Registry("method", {m.name: m for m in BUILT_IN}, gr
 def rule_for(methods: Iterable[str]) -> str:
     """The server rule for parcels that name these methods. One that names an objective, since several methods share
     such uploads, gets the rule of the first method with that objective."""
-    rules = {word: _rule_of(word) for word in dict.fromkeys(methods)}
+    named = {word: method_of(word) for word in dict.fromkeys(methods)}
+    rules = {word: method.fusion if method else None for word, method in named.items()}
     without = [word for word, rule in rules.items() if rule is None]
     if without or not rules:
         words = ", ".join(repr(word) for word in without) or "no method"
@@ -129,10 +130,19 @@ def rule_for(methods: Iterable[str]) -> str:
     return str(next(iter(rules.values())))
 
 
-def _rule_of(word: str) -> str | None:
+def method_of(word: str) -> Method | None:
+    """The method that a parcel names; where it names an objective, the first method that has a server rule for it."""
     if word in METHODS:
-        return METHODS[word].fusion
-    return next((m.fusion for m in METHODS.values() if m.objective == word and m.fusion), None)
+        return METHODS[word]
+    return next((m for m in METHODS.values() if m.objective == word and m.fusion), None)
+
+
+def settings_for(rule: str, methods: Iterable[str]) -> dict[str, Any]:
+    """The settings that the parcels' method gives to a rule, as a run of that method would; none where methods
+    differ."""
+    found = [method_of(word) for word in dict.fromkeys(methods)]
+    given = [m.fusion_settings.get(rule, {}) if m else {} for m in found]
+    return dict(given[0]) if given and all(one == given[0] for one in given) else {}
 
 
 def check_pair(objective: type[Objective], fusion: type[Fusion], settings: ObjectiveSettings | None = None) -> None:

@@ -26,7 +26,7 @@ from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Manifest
 from flyby.runs.config import RunConfig
-from flyby.runs.methods import rule_for
+from flyby.runs.methods import rule_for, settings_for
 from flyby.settings import build, parse_assignment
 
 SERVER = "server"
@@ -118,10 +118,10 @@ class Order:
             rule_named(self.rule, self.assignments)
 
 
-def rule_named(rule: str, assignments: Iterable[str] = ()) -> Fusion:
-    """The server rule with its settings."""
+def rule_named(rule: str, assignments: Iterable[str] = (), methods: Iterable[str] = ()) -> Fusion:
+    """The server rule with its settings: those asked for, and else those that the parcels' ``methods`` give it."""
     kind = FUSIONS[rule]
-    known, values = kind.settings_type.model_fields, {}
+    known, values = kind.settings_type.model_fields, settings_for(rule, methods)
     for text in assignments:
         key, value = parse_assignment(text)
         name = key.removeprefix("fusion.")
@@ -144,7 +144,8 @@ def fuse_parcels(
         gate.try_check(path)
     _enough(gate, order.min_sites)
     typical = gate.typical()
-    fusion = rule_named(order.rule or rule_for(one.manifest.method for one in gate.waiting), order.assignments)
+    methods = [one.manifest.method for one in gate.waiting]
+    fusion = rule_named(order.rule or rule_for(methods), order.assignments, methods)
     images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
     judges = _judges(order.validation, typical) if order.validation else None
     alike = None if fusion.heterogeneous else fusion.name
