@@ -18,8 +18,8 @@ import torch
 
 from flyby.bench.neighbours import made_up, plain, seconds_of, stacked
 from flyby.data.views import STANDARD
+from flyby.meeting import OrientSettings
 from flyby.models import ModelSpec
-from flyby.orient import OrientSettings
 
 
 def main() -> None:

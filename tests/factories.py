@@ -26,10 +26,10 @@ from flyby.data.site import Part, Site
 from flyby.data.splits import make_split
 from flyby.data.views import PLAIN, ViewSettings
 from flyby.engines.jobs import Job
+from flyby.meeting import OrientSettings
 from flyby.models import ModelSpec
 from flyby.objectives.base import Objective
 from flyby.objectives.supervised import Supervised, SupervisedSettings
-from flyby.orient import OrientSettings
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 from flyby.runs.config import make_config, plan

@@ -17,10 +17,10 @@ from flyby.data.sources import SOURCES, catalogue, load
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS
 from flyby.fusion.predictor import PREDICTORS
+from flyby.meeting import VARIANTS, orient
+from flyby.meeting.pipeline import STAGES
 from flyby.models import ARCHITECTURES, HEADS, ModelSpec
 from flyby.objectives import OBJECTIVES
-from flyby.orient import VARIANTS, orient
-from flyby.orient.pipeline import STAGES
 from flyby.registry import Registry
 from flyby.runs import methods
 from flyby.runs.methods import METHODS, rule_for
@@ -154,7 +154,7 @@ from flyby.fusion import Fusion
 from flyby.fusion.predictor import Single
 from flyby.models.networks import Architecture
 from flyby.objectives import Supervised
-from flyby.orient.settings import Variant
+from flyby.meeting.settings import Variant
 from flyby.runs.methods import Method
 
 

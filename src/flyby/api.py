@@ -30,9 +30,9 @@ from flyby.fusion.base import Server
 from flyby.fusion.evaluation import accuracy, check_fit, per_class, scores_of
 from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
 from flyby.machine import as_a_site, pick_device
-from flyby.orient.pipeline import Personal, check_site
-from flyby.orient.pipeline import orient as personalise
-from flyby.orient.settings import OrientSettings, stage_defaults
+from flyby.meeting.pipeline import Personal, check_site
+from flyby.meeting.pipeline import orient as personalise
+from flyby.meeting.settings import OrientSettings, stage_defaults
 from flyby.parcels import parcel as parcels_file
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
@@ -183,7 +183,7 @@ class Model:
 
     def scores(self, images: Arrays) -> Tensor:
         """What it says for each class, [N, C]; the largest is the answer."""
-        pixels = images if isinstance(images, Tensor) else torch.from_numpy(np.ascontiguousarray(images))
+        pixels = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))
         return scores_of(self.predictor, pixels, self.device)
 
     def predict(self, images: Arrays) -> npt.NDArray[np.int64]:
@@ -269,9 +269,7 @@ def orient(
     """
     check_site(own, site, variant)
     chosen = build(OrientSettings, {**stage_defaults(site.size)[1], **(settings or {})}, "orient")
-    made: Personal = personalise(
-        own, received, site, chosen, seed=seed, device=pick_device(device), variant=variant
-    )
+    made: Personal = personalise(own, received, site, chosen, seed=seed, device=pick_device(device), variant=variant)
     return Model(made.predictor, device=device, card={"method": variant, "node": own.manifest.sender})
 
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from factories import WAIT
 from flyby import drawing
 from flyby.errors import BadInput
+from flyby.names import natural
 from flyby.report import figures
-from flyby.report.page import natural, size
+from flyby.report.page import size
 from flyby.report.read import RunData
 from flyby.report.trajectories import lambda_panels
 from flyby.report.write import build_html, write_report

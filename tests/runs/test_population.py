@@ -10,7 +10,7 @@ import pytest
 
 from factories import call, done, make_stripes, one_line, result_of
 from flyby.fusion import load_predictor
-from flyby.orient import Schedule
+from flyby.meeting import Schedule
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
 from flyby.report.nodes import sections_of, slope_chart

@@ -15,11 +15,11 @@ from flyby.data.site import Part, Site
 from flyby.data.views import STANDARD
 from flyby.engines import inline
 from flyby.engines.inline import GAIN, MOST, ROUNDS, Crew
+from flyby.meeting import tuning
+from flyby.meeting.stack import Stack
+from flyby.meeting.tuning import Problem, tune
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES
-from flyby.orient import tuning
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import Problem, tune
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape, set_learning_rate
 from flyby.training.loop import at_once

@@ -25,8 +25,8 @@ from flyby.engines.jobs import perform
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox
 from flyby.machine import hardware, pick_device, versions
+from flyby.meeting import OrientSettings
 from flyby.models import ModelSpec
-from flyby.orient import OrientSettings
 from flyby.parcels import parcel
 from flyby.rng import generator
 from flyby.runs.config import Plan, make_config, plan

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from flyby.data.site import Part, Site
 from flyby.data.views import STANDARD, augment
+from flyby.meeting import OrientSettings
+from flyby.meeting.stack import Stack
+from flyby.meeting.tuning import Problem, tune
 from flyby.models import ModelSpec
-from flyby.orient import OrientSettings
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import Problem, tune
 from flyby.rng import generator
 from flyby.training.steps import autocast
 

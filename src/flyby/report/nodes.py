@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyby.drawing import ACCENT, INK, PALETTE, WIDTH, Drawing, canvas, clean, place_axes
 from flyby.errors import BadInput
-from flyby.orient.settings import VARIANTS
+from flyby.meeting.settings import VARIANTS
 from flyby.report import page
 from flyby.report.read import RunData
 from flyby.runs.methods import METHODS

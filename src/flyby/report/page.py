@@ -7,7 +7,6 @@ through that.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -148,13 +147,6 @@ def cell(value: object) -> str:
         if isinstance(value, int) and not isinstance(value, bool)
         else clean(value)
     )
-
-
-def natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort key under which site-10 comes after site-2."""
-    return [
-        (False, int(part), "") if part.isdecimal() else (True, 0, part) for part in re.split(r"(\d+)", name) if part
-    ]
 
 
 GLOSSARY = """<section id="s-glossary"><details><summary>Words used here</summary><dl>

@@ -11,7 +11,8 @@ from typing import Any
 from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import read_json
-from flyby.report.page import natural, number
+from flyby.names import natural
+from flyby.report.page import number
 from flyby.runs.folder import Run
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flyby.drawing import grid, numbers_fit
+from flyby.names import natural
 from flyby.report import figures, page
 from flyby.report.read import RunData
 
@@ -103,7 +104,7 @@ def clients(runs: list[RunData]) -> str:
     columns = [column for column in columns if column[2]]
     if all(heading == "Samples" for _, heading, _, _ in columns):
         return ""
-    sites = sorted({site for _, _, cells, _ in columns for site in cells}, key=page.natural)
+    sites = sorted({site for _, _, cells, _ in columns for site in cells}, key=natural)
     rows = [[site, *(show(cells.get(site)) for _, _, cells, show in columns)] for site in sites]
     means = ["Mean", *(show(page.mean(cells.values())) for _, _, cells, show in columns)]
     head = ["Site", *(heading for _, heading, _, _ in columns)]
@@ -202,7 +203,7 @@ def communication(runs: list[RunData]) -> str:
         pairs = Counter((str(crossing.get("sender")), str(crossing.get("receiver"))) for crossing in crossings)
         total = sum(page.number(crossing.get("bytes")) or 0.0 for crossing in crossings)
         twice = sorted(
-            (f"{sender} → {receiver}" for (sender, receiver), times in pairs.items() if times > 1), key=page.natural
+            (f"{sender} → {receiver}" for (sender, receiver), times in pairs.items() if times > 1), key=natural
         )
         gap = [""] * (several + rounds + 1)
         foot.append([run.name if several else "Total", page.plural(len(crossings), "crossing"), *gap, page.size(total)])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from flyby.names import natural
 from flyby.report import figures, page
 from flyby.report.figures import Panel
 from flyby.report.read import RunData
@@ -118,7 +119,7 @@ def _lines(run: RunData, value: Value) -> dict[str, list[tuple[float, float]]]:
         epoch, number = page.number(row.get("epoch")), value(row)
         if epoch is not None and number is not None:
             points.setdefault(str(row.get("site", "")), {})[epoch] = number
-    return {site: sorted(points[site].items()) for site in sorted(points, key=page.natural)}
+    return {site: sorted(points[site].items()) for site in sorted(points, key=natural)}
 
 
 def _exploded(lines: dict[str, list[tuple[float, float]]]) -> bool:

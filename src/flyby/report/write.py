@@ -16,6 +16,7 @@ from typing import Any
 from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import write_text
+from flyby.names import natural
 from flyby.report import figures, nodes, page, sites, trajectories
 from flyby.report.read import RunData
 from flyby.report.sections import pictures
@@ -31,7 +32,7 @@ def write_report(folder: Path) -> Path:
     if run.finished:
         runs = [RunData.read(folder)]
     else:
-        children = sorted(folder.iterdir(), key=lambda child: page.natural(child.name)) if folder.is_dir() else []
+        children = sorted(folder.iterdir(), key=lambda child: natural(child.name)) if folder.is_dir() else []
         runs = [RunData.read(child) for child in children if not child.name.startswith(".") and Run(child).finished]
     if not runs:
         raise BadInput(

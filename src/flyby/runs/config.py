@@ -15,9 +15,9 @@ from flyby.data.splits import SplitSettings
 from flyby.data.views import ViewSettings
 from flyby.errors import BadInput, unknown
 from flyby.fusion import FUSIONS, Fusion
+from flyby.meeting.settings import FleetSettings
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
-from flyby.orient.settings import FleetSettings
 from flyby.parcels.codecs import CODECS
 from flyby.runs.attacks import AttackSettings
 from flyby.runs.methods import METHODS, Method, check_pair

@@ -13,9 +13,9 @@ import torch
 from flyby.data.site import Part, Site
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Fusion
+from flyby.meeting.settings import VARIANTS
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
-from flyby.orient.settings import VARIANTS
 from flyby.registry import Registry
 from flyby.rng import generator
 from flyby.statistics.catalogue import STATISTICS

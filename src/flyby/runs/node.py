@@ -14,9 +14,9 @@ from flyby.errors import BadInput
 from flyby.files import atomic_folder, write_json
 from flyby.fusion.predictor import save_predictor
 from flyby.machine import pick_device
-from flyby.orient.admit import read_inbox
-from flyby.orient.pipeline import check_site, orient
-from flyby.orient.settings import VARIANTS, OrientSettings, stage_defaults
+from flyby.meeting.admit import read_inbox
+from flyby.meeting.pipeline import check_site, orient
+from flyby.meeting.settings import VARIANTS, OrientSettings, stage_defaults
 from flyby.parcels import parcel
 from flyby.parcels.gate import Gate, remember
 from flyby.settings import build, parse_assignment

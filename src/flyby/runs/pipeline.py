@@ -25,8 +25,8 @@ from flyby.files import write_json
 from flyby.fusion.base import Server
 from flyby.fusion.predictor import save_predictor
 from flyby.machine import hardware, peak_memory_mb, pick_device, versions
+from flyby.meeting.measure import per_class
 from flyby.names import check_name
-from flyby.orient.measure import per_class
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
 from flyby.runs.attacks import assault, met, success

@@ -21,10 +21,10 @@ from flyby.errors import BadInput, unknown
 from flyby.files import file_digest, read_json, write_json
 from flyby.fusion.evaluation import accuracy, scores_of
 from flyby.fusion.predictor import Predictor, Single, save_predictor
-from flyby.orient.candidate import Candidate
-from flyby.orient.collect import Schedule, make_schedule, record_round
-from flyby.orient.pipeline import History, Personal, orient
-from flyby.orient.settings import FleetSettings, stage_defaults
+from flyby.meeting.candidate import Candidate
+from flyby.meeting.collect import Schedule, make_schedule, record_round
+from flyby.meeting.pipeline import History, Personal, orient
+from flyby.meeting.settings import FleetSettings, stage_defaults
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Parcel

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flyby.data.site import Part, Site
 from flyby.errors import BadInput
-from flyby.orient.candidate import Candidate, by_spec
-from flyby.orient.settings import OrientSettings
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import stack_logits
+from flyby.meeting.candidate import Candidate, by_spec
+from flyby.meeting.settings import OrientSettings
+from flyby.meeting.stack import Stack
+from flyby.meeting.tuning import stack_logits
 from flyby.parcels.gate import Gate
 from flyby.parcels.parcel import Parcel
 from flyby.parcels.plausible import judge

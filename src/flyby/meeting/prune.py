@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from flyby.errors import BadInput
+from flyby.meeting.layers import shared_layers
+from flyby.meeting.settings import OrientSettings
+from flyby.meeting.stack import Stack, Tensors
+from flyby.meeting.tuning import Penalty, Problem
 from flyby.models import ModelSpec, Network
-from flyby.orient.layers import shared_layers
-from flyby.orient.settings import OrientSettings
-from flyby.orient.stack import Stack, Tensors
-from flyby.orient.tuning import Penalty, Problem
 
 Filters = nn.Conv2d | nn.Linear
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flyby.orient.candidate import Candidate
-from flyby.orient.collect import Schedule, make_schedule
-from flyby.orient.pipeline import History, Personal, orient
-from flyby.orient.settings import VARIANTS, OrientSettings
+from flyby.meeting.candidate import Candidate
+from flyby.meeting.collect import Schedule, make_schedule
+from flyby.meeting.pipeline import History, Personal, orient
+from flyby.meeting.settings import VARIANTS, OrientSettings
 
 __all__ = ["VARIANTS", "Candidate", "History", "OrientSettings", "Personal", "Schedule", "make_schedule", "orient"]

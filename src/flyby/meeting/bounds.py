@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flyby.meeting.distill import Distilled
+from flyby.meeting.stack import Stack
 from flyby.objectives.kd import softened_kl
-from flyby.orient.distill import Distilled
-from flyby.orient.stack import Stack
 from flyby.rng import generator
 
 LIPSCHITZ = math.sqrt(2)  # of cross-entropy in the logits: its gradient is p - y

@@ -21,19 +21,19 @@ from flyby.errors import BadInput
 from flyby.fusion.ensembles.experts import ExpertsPredictor, expert_votes
 from flyby.fusion.predictor import Ensemble, Predictor, Single
 from flyby.fusion.weights.average import AverageSettings, FedAvg
-from flyby.orient.adapt import finetune, posttune, prune, shrink
-from flyby.orient.admit import admit, part_logits, screen
-from flyby.orient.bounds import smoothness, theorem_1, theorem_2
-from flyby.orient.candidate import Candidate
-from flyby.orient.collect import retain
-from flyby.orient.distill import Distilled
-from flyby.orient.ensemble import combine, fit_weights
-from flyby.orient.layers import cosine
-from flyby.orient.prune import channel_groups
-from flyby.orient.select import top_k
-from flyby.orient.settings import VARIANTS, OrientSettings
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import tune
+from flyby.meeting.adapt import finetune, posttune, prune, shrink
+from flyby.meeting.admit import admit, part_logits, screen
+from flyby.meeting.bounds import smoothness, theorem_1, theorem_2
+from flyby.meeting.candidate import Candidate
+from flyby.meeting.collect import retain
+from flyby.meeting.distill import Distilled
+from flyby.meeting.ensemble import combine, fit_weights
+from flyby.meeting.layers import cosine
+from flyby.meeting.prune import channel_groups
+from flyby.meeting.select import top_k
+from flyby.meeting.settings import VARIANTS, OrientSettings
+from flyby.meeting.stack import Stack
+from flyby.meeting.tuning import tune
 from flyby.parcels import parcel
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel

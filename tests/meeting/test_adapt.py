@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from factories import STRIPES, quick, random_parcel, small_spec, striped_site
 from flyby.errors import BadInput
+from flyby.meeting import Candidate
+from flyby.meeting.adapt import finetune, posttune, prune, shrink
+from flyby.meeting.measure import flops, latency_ms
+from flyby.meeting.prune import Gated, Masked, channel_groups, folded, gated_layers, keep_masks, removed, scaled
+from flyby.meeting.settings import Backend
+from flyby.meeting.stack import Stack
+from flyby.meeting.tuning import Problem, Stepper, tune
 from flyby.models import ModelSpec, Network
-from flyby.orient import Candidate
-from flyby.orient.adapt import finetune, posttune, prune, shrink
-from flyby.orient.measure import flops, latency_ms
-from flyby.orient.prune import Gated, Masked, channel_groups, folded, gated_layers, keep_masks, removed, scaled
-from flyby.orient.settings import Backend
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import Problem, Stepper, tune
 from flyby.parcels import parcel
 from flyby.rng import generator
 from flyby.training.steps import batches

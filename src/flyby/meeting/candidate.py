@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyby.meeting.stack import Tensors
 from flyby.models import ModelSpec, Network
-from flyby.orient.stack import Tensors
 from flyby.parcels.parcel import Parcel
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flyby.data.site import Part
+from flyby.meeting.settings import OrientSettings
+from flyby.meeting.stack import Stack, Tensors
+from flyby.meeting.tuning import Penalty, Problem, cross_entropy
 from flyby.objectives.kd import softened_kl
-from flyby.orient.settings import OrientSettings
-from flyby.orient.stack import Stack, Tensors
-from flyby.orient.tuning import Penalty, Problem, cross_entropy
 
 
 class Distilled(Problem):

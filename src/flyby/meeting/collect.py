@@ -17,7 +17,7 @@ import torch
 
 from flyby.errors import BadInput
 from flyby.files import digest, read_json, write_json
-from flyby.orient.candidate import Candidate
+from flyby.meeting.candidate import Candidate
 from flyby.parcels.ledger import Ledger
 from flyby.rng import generator
 

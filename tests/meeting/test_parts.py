@@ -15,16 +15,16 @@ from torch import nn
 
 from factories import quick, random_parcel, small_spec, striped_site
 from flyby.errors import BadInput
+from flyby.meeting import Candidate, Schedule, make_schedule
+from flyby.meeting.bounds import smoothness, theorem_1, theorem_2
+from flyby.meeting.collect import newcomers, record_round, retain, stayers
+from flyby.meeting.distill import Distilled
+from flyby.meeting.ensemble import combine, fit_weights
+from flyby.meeting.layers import cosine, layers_of, match, shared_layers, unshared_layers
+from flyby.meeting.select import top_k
+from flyby.meeting.stack import Stack
+from flyby.meeting.tuning import tune
 from flyby.objectives.kd import softened_kl
-from flyby.orient import Candidate, Schedule, make_schedule
-from flyby.orient.bounds import smoothness, theorem_1, theorem_2
-from flyby.orient.collect import newcomers, record_round, retain, stayers
-from flyby.orient.distill import Distilled
-from flyby.orient.ensemble import combine, fit_weights
-from flyby.orient.layers import cosine, layers_of, match, shared_layers, unshared_layers
-from flyby.orient.select import top_k
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import tune
 from flyby.parcels.ledger import Ledger, SecondCrossing
 
 # Meetings

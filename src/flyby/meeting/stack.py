@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
+from flyby.meeting.settings import Backend
 from flyby.models import ModelSpec
-from flyby.orient.settings import Backend
 
 Tensors = dict[str, Tensor]
 STREAMS = 8

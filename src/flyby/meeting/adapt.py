@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from flyby.data.site import Site
-from flyby.orient.candidate import Candidate, by_spec
-from flyby.orient.measure import flops, latency_ms
-from flyby.orient.prune import Gated, Masked, folded, keep_masks, removed
-from flyby.orient.settings import OrientSettings
-from flyby.orient.stack import Stack
-from flyby.orient.tuning import Problem, Tuned, tune
+from flyby.meeting.candidate import Candidate, by_spec
+from flyby.meeting.measure import flops, latency_ms
+from flyby.meeting.prune import Gated, Masked, folded, keep_masks, removed
+from flyby.meeting.settings import OrientSettings
+from flyby.meeting.stack import Stack
+from flyby.meeting.tuning import Problem, Tuned, tune
 
 Key = tuple[object, ...]
 

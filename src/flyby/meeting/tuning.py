@@ -20,9 +20,9 @@ from torch import Tensor
 
 from flyby.data.site import Part, Site
 from flyby.data.views import PLAIN, ViewSettings, augment
+from flyby.meeting.settings import OrientSettings
+from flyby.meeting.stack import Stack, Tensors, full
 from flyby.objectives.supervised import Supervised
-from flyby.orient.settings import OrientSettings
-from flyby.orient.stack import Stack, Tensors, full
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape
 from flyby.training.steps import autocast, batches

@@ -14,8 +14,8 @@ from flyby.data.site import Part, Site
 from flyby.errors import BadInput
 from flyby.fusion.ensembles.experts import ExpertsPredictor
 from flyby.fusion.predictor import Ensemble, Single
-from flyby.orient import VARIANTS, History, orient
-from flyby.orient.admit import read_inbox
+from flyby.meeting import VARIANTS, History, orient
+from flyby.meeting.admit import read_inbox
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 
