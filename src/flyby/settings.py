@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from flyby.errors import BadInput, unknown
 from flyby.names import printable
 
-Model = TypeVar("Model", bound=BaseModel)
+Typed = TypeVar("Typed", bound=BaseModel)
 
 
 class Complaint(NamedTuple):
@@ -38,7 +38,7 @@ def sentence(error: ValidationError) -> str:
     return f"{first.place}: {first.reason}" if first.place else first.reason
 
 
-def build(kind: type[Model], values: Mapping[str, Any], where: str) -> Model:
+def build(kind: type[Typed], values: Mapping[str, Any], where: str) -> Typed:
     """``kind(**values)``, or one sentence that names the setting, what was given and what would do."""
     try:
         return kind.model_validate(dict(values))

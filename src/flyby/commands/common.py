@@ -39,12 +39,12 @@ Compiled = Annotated[
 Size = Annotated[int | None, typer.Option(help="Resize images to this many pixels a side.")]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 Epochs = Annotated[int | None, typer.Option(help="Local epochs.")]
-Model = Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")]
-Fusion = Annotated[str | None, typer.Option(help="Another server rule than the method's own.")]
+Architecture = Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")]
+Rule = Annotated[str | None, typer.Option(help="Another server rule than the method's own.")]
 MinSize = Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")]
 Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
-Trained = Annotated[Path, typer.Argument(help="A fused folder, a run folder or a .parcel.")]
-Trust = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
+ModelFolder = Annotated[Path, typer.Argument(help="A fused folder, a run folder or a .parcel.")]
+TrustFile = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,7 +74,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class GateOptions:
     """Whom a command that takes parcels lets in."""
 
-    trust: Trust = None
+    trust: TrustFile = None
     require_signed: Annotated[
         bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")
     ] = False

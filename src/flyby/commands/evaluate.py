@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Device, Json, Size, Trained, say
+from flyby.commands.common import Device, Json, ModelFolder, Size, say
 
 
 def evaluate(
-    model: Trained,
+    model: ModelFolder,
     data: Annotated[str, typer.Option(help="Labelled images; the test split where there is one.")],
     size: Size = None,
     device: Device = "auto",

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from flyby.commands.common import (
+    Architecture,
     Device,
     Epochs,
     Export,
-    Fusion,
     Json,
     MinSize,
-    Model,
     Quiet,
+    Rule,
     Seed,
     Set,
     Size,
@@ -40,10 +40,10 @@ class RoundOptions:
     """What every round is told, here or on many hosts."""
 
     method: Annotated[str, typer.Option(help="Whose local training, a method of `flyby methods`.")] = "aurora"
-    fusion: Fusion = None
+    fusion: Rule = None
     epochs: Epochs = None
     seed: Seed = 0
-    model: Model = None
+    model: Architecture = None
     deadline: Annotated[str, typer.Option(help="Fuse after this time what is there, e.g. 90s, 10m, 2h.")] = "10m"
     min_sites: Annotated[int | None, typer.Option(help="Fewest parcels to fuse; by default all that are expected.")] = (
         None

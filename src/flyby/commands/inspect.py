@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyby.commands.common import Json, Trust
+from flyby.commands.common import Json, TrustFile
 
 if TYPE_CHECKING:
     from flyby.parcels.parcel import Manifest
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A .parcel file.")], trust: Trust = None, as_json: Json = False
+    path: Annotated[Path, typer.Argument(help="A .parcel file.")], trust: TrustFile = None, as_json: Json = False
 ) -> None:
     """Show what a parcel says and check that it is whole. Nothing in it is ever run."""
     from flyby.names import printable

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Device, Json, Trained, say
+from flyby.commands.common import Device, Json, ModelFolder, say
 
 
 def predict(
-    model: Trained,
+    model: ModelFolder,
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     device: Device = "auto",
     as_json: Json = False,

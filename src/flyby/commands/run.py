@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 
 from flyby.commands.common import (
+    Architecture,
     Compiled,
     Device,
     Epochs,
-    Fusion,
     Json,
     MinSize,
-    Model,
     Quiet,
+    Rule,
     Seed,
     Set,
     Size,
@@ -42,8 +42,8 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run folder.")] = None,
     split: Annotated[str, typer.Option(help="How the data is divided.")] = "dirichlet",
     min_size: MinSize = None,
-    model: Model = None,
-    fusion: Fusion = None,
+    model: Architecture = None,
+    fusion: Rule = None,
     rounds: Annotated[int | None, typer.Option(help="FOL: collection rounds.")] = None,
     buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None,
     top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None,

@@ -28,10 +28,10 @@ def _yiq(device: torch.device) -> tuple[Tensor, Tensor]:
     return to.float().to(device), torch.linalg.inv(to).float().to(device)
 
 
-Share = Annotated[float, Field(gt=0, le=1)]
+Portion = Annotated[float, Field(gt=0, le=1)]
 Aspect = Annotated[float, Field(gt=0, le=100)]
 Strength = Annotated[float, Field(ge=0, le=1)]
-Turn = Annotated[float, Field(ge=0, le=0.5)]
+Hue = Annotated[float, Field(ge=0, le=0.5)]
 
 
 class ViewSettings(BaseModel):
@@ -42,14 +42,14 @@ class ViewSettings(BaseModel):
 
     crop: Literal["none", "pad", "resized"] = "none"
     pad: int = Field(4, ge=0, description="pixels of black border for crop: pad")
-    scale: tuple[Share, Share] = Field(
+    scale: tuple[Portion, Portion] = Field(
         (0.2, 1.0), description="smallest and largest share of the image's area, for crop: resized"
     )
     ratio: tuple[Aspect, Aspect] = Field(
         (3 / 4, 4 / 3), description="smallest and largest width over height, for crop: resized"
     )
     flip: float = Field(0.0, ge=0, le=1, description="probability of a left-right flip")
-    jitter: tuple[Strength, Strength, Strength, Turn] = Field(
+    jitter: tuple[Strength, Strength, Strength, Hue] = Field(
         (0.0, 0.0, 0.0, 0.0), description="brightness, contrast, saturation, hue"
     )
     jitter_p: float = Field(0.8, ge=0, le=1)

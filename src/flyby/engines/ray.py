@@ -39,7 +39,7 @@ from flyby.parcels import parcel
 from flyby.training.loop import Row
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 Files = dict[str, bytes]
 
 SCRATCH = "flyby-ray-"  # scratch folders begin so; what is left of one after a DAY is taken away by the next task
@@ -138,8 +138,8 @@ def fuse_ray(fusion: Fusion, inbox: Inbox, server: Server) -> Predictor:
 
 
 def each_ray(
-    function: Callable[[Item], Result], items: Iterable[Item], data: Callable[[Item], DataSettings]
-) -> Iterator[tuple[Item, Result]]:
+    function: Callable[[Item], Outcome], items: Iterable[Item], data: Callable[[Item], DataSettings]
+) -> Iterator[tuple[Item, Outcome]]:
     """``function(item)`` for every item, each in a process of the driver's machine, with its results as they end. What
     the function does with this engine becomes tasks anywhere in the cluster; images are placed here, once, for all of
     them."""

@@ -9,7 +9,6 @@ leaves the stack, and nothing inside an epoch waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -256,6 +255,3 @@ def clone(tensors: Tensors) -> Tensors:
 def finite_mean(values: list[float]) -> float | None:
     finite = [v for v in values if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else None
-
-
-Progress = Callable[[str], None]

@@ -17,7 +17,7 @@ from flyby.runs.methods import METHODS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Facts = Mapping[str, dict[str, Any]]
+NodeFacts = Mapping[str, dict[str, Any]]
 LABELS = {"fol": "FOL", "fol-a": "FOL", "fol-n": "FOL-N", "fol-an": "FOL-N", "gossip": "FedAvg"}
 FEW = 12  # nodes that can be named beside their lines
 WORSE = PALETTE[1]
@@ -38,13 +38,13 @@ def sections_of(run: RunData) -> list[dict[str, Any]]:
         ) from None
 
 
-def sections(facts: Facts, variant: str, rounds: int) -> list[dict[str, Any]]:
+def sections(facts: NodeFacts, variant: str, rounds: int) -> list[dict[str, Any]]:
     """The first section holds every node's numbers, as a slope chart too."""
     found = (nodes(facts, variant, rounds), theorems(facts), pruning(facts), meetings(facts))
     return [section for section in found if section]
 
 
-def nodes(facts: Facts, variant: str, last: int) -> dict[str, Any]:
+def nodes(facts: NodeFacts, variant: str, last: int) -> dict[str, Any]:
     student = LABELS.get(variant, variant)
     teacher = student.replace("FOL", "FOL-A").replace("FOL-A-N", "FOL-AN")
     both = student.startswith("FOL")
@@ -83,7 +83,7 @@ def nodes(facts: Facts, variant: str, last: int) -> dict[str, Any]:
     }
 
 
-def theorems(facts: Facts) -> dict[str, Any] | None:
+def theorems(facts: NodeFacts) -> dict[str, Any] | None:
     columns = [
         "node",
         "round",
@@ -112,7 +112,7 @@ def theorems(facts: Facts) -> dict[str, Any] | None:
     )
 
 
-def pruning(facts: Facts) -> dict[str, Any] | None:
+def pruning(facts: NodeFacts) -> dict[str, Any] | None:
     columns = [
         "node",
         "round",
@@ -145,7 +145,7 @@ def pruning(facts: Facts) -> dict[str, Any] | None:
     return {"title": "Pruning", "text": text, "table": {"columns": columns, "rows": rows}} if rows else None
 
 
-def meetings(facts: Facts) -> dict[str, Any]:
+def meetings(facts: NodeFacts) -> dict[str, Any]:
     rows = []
     for name, number, one in _rounds(facts):
         chosen = ", ".join(
@@ -164,7 +164,7 @@ def meetings(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _rounds(facts: Facts) -> list[tuple[str, int, dict[str, Any]]]:
+def _rounds(facts: NodeFacts) -> list[tuple[str, int, dict[str, Any]]]:
     return [(name, one["round"], one) for name, node in facts.items() for one in node["rounds"]]
 
 
