@@ -108,11 +108,12 @@ def of_json(value: Any) -> str:
 
 
 def of_parcel(path: Path) -> str:
-    """All bytes but the versions that wrote them: the manifest without them, and the payload, tensor by tensor."""
+    """All bytes but the versions that wrote them: the manifest without them, which has the hash of every tensor."""
     data = path.read_bytes()
     start = data.index(b"{")
     manifest, _ = json.JSONDecoder().raw_decode(data[start:].decode("utf-8", "surrogateescape"))
-    manifest["provenance"].pop("versions", None)
+    for name in ("versions", "key"):  # a key of the data was in parcels before 0.2
+        manifest["provenance"].pop(name, None)
     return of_json(manifest)
 
 

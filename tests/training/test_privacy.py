@@ -3,6 +3,8 @@ that is refused."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,10 @@ from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN, SALT, ViewSettings
 from flyby.errors import BadInput
 from flyby.models import ModelSpec
-from flyby.objectives import Aurora, BalancedEtf
+from flyby.objectives import OBJECTIVES, Aurora, BalancedEtf
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms
 from flyby.objectives.supervised import Supervised, SupervisedSettings
-from flyby.parcels.parcel import to_bytes
+from flyby.parcels.parcel import Manifest, to_bytes
 from flyby.rng import generator
 from flyby.training.loop import Row, Trained
 from flyby.training.privacy import Budget, PrivateTraining, check_privacy, clipped_sum, draws, per_sample_gradients
@@ -395,3 +397,40 @@ def test_a_real_site_trains_privately(tmp_path: Path, digits: DataBundle) -> Non
     test = part_of(digits.train, range(400, 800))
     right = made.parcel.network()(spec.prepare(test.images)).argmax(1) == test.labels
     assert float(right.float().mean()) > 0.5
+
+
+# What a parcel tells
+
+
+def documented() -> set[str]:
+    """The fields that docs/privacy.md has a line for."""
+    page = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
+    table = page.split("## What is in a parcel")[1].split("## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_every_field_of_a_parcel_is_in_the_table_and_the_other_way_round() -> None:
+    sent = {*Manifest.model_fields} - {"meta", "provenance"}
+    for name, kind in OBJECTIVES.items():
+        variants = [{}] if name != "aurora" else [{}, {"weighting": "learnable"}]
+        for words in variants:
+            objective = kind(kind.settings_type(**words))
+            spec = kind.adapt_spec(SPEC, objective.settings)
+            made = train_site(small_site(), spec, objective, TrainSettings(epochs=1), SALT, 0).parcel.manifest
+            sent |= {f"meta.{key}" for key in made.meta} | {f"provenance.{key}" for key in made.provenance}
+    sent |= {f"provenance.{key}" for key in trained().parcel.manifest.provenance}
+    assert documented() == sent | {"provenance.oriented from", "provenance.round"}
+
+
+def test_nothing_but_weights_and_noisy_counts_depends_on_the_images() -> None:
+    """With 199 images known and ten candidates for the last, no field names the right one."""
+    sites = [small_site(seed=seed) for seed in range(10)]
+    texts = set()
+    for one in sites:
+        made = train_site(one, SPEC, supervised(), PRIVATE, PLAIN, 0, counts="noisy").parcel.manifest
+        told = json.loads(made.to_bytes())
+        for tensor in told["tensors"].values():
+            tensor.pop("sha256")  # of the weights, which the budget covers
+        texts.add(json.dumps(told, sort_keys=True))
+    assert len(texts) == 1

@@ -184,7 +184,6 @@ class Session:
         with torch.compiler.set_stance("force_eager"):
             extras, meta = self.objective.extras(self.model.eval(), site, recipe.seed)
         provenance = {
-            "key": recipe.key(site.origin),
             "objective": {"name": recipe.objective, **settings},
             "seed": recipe.seed,
             "train": {**recipe.train.model_dump(mode="json"), "batch": self.batch},
