@@ -15,8 +15,9 @@ from flyby.engines.jobs import Job
 from flyby.engines.processes import run_processes
 from flyby.engines.ray import each_ray, fuse_ray, run_ray
 from flyby.errors import BadInput, unknown
-from flyby.fusion.base import Fusion, Inbox, Server
+from flyby.fusion.base import Fusion, Server
 from flyby.fusion.predictor import Predictor
+from flyby.parcels.inbox import Inbox
 from flyby.training.loop import Row
 
 

@@ -33,9 +33,10 @@ from flyby.engines.cluster import POLL, Answer, RaySettings, kept
 from flyby.engines.jobs import Job, bundle_of, perform, samples_of, split_at
 from flyby.errors import BadInput, FlybyError
 from flyby.files import write_bytes
-from flyby.fusion.base import Fusion, Inbox, Server
+from flyby.fusion.base import Fusion, Server
 from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
 from flyby.parcels import parcel
+from flyby.parcels.inbox import Inbox
 from flyby.training.loop import Row
 
 Item = TypeVar("Item")

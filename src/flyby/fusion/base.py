@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
-from flyby.parcels.inbox import Inbox as Inbox
+from flyby.parcels.inbox import Inbox
 
 
 class FusionSettings(BaseModel):

@@ -164,6 +164,7 @@ class Parcel:
     weights: dict[str, Tensor]
     extras: dict[str, Tensor]
     signature: bytes = b""
+    revised: bool = False  # whether a rule put other weights in their place
 
     @property
     def size(self) -> int:
@@ -191,7 +192,7 @@ class Parcel:
         """The sender's network, rebuilt from the spec (code never travels), in eval mode."""
         network = self.manifest.spec.skeleton()
         network.load_state_dict({name: value.clone() for name, value in self.weights.items()}, strict=True, assign=True)
-        network.identity = self.digest
+        network.identity = "" if self.revised else self.digest
         return network.to(device).eval()
 
 

@@ -111,4 +111,4 @@ class Revised(Inbox):
 
     def read(self, place: int) -> Parcel:
         item = self._parcels.read(place)
-        return dataclasses.replace(item, weights=self._revise(item))
+        return dataclasses.replace(item, weights=self._revise(item), revised=True)
