@@ -12,7 +12,9 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,7 +96,7 @@ def read_json(path: Path | str) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not readable JSON ({error})") from None
 
 
@@ -102,6 +104,8 @@ def read_json(path: Path | str) -> Any:
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """A folder built under a temporary name beside its place and renamed into it; an old one is replaced whole."""
     path = Path(path)
+    if path.is_symlink():
+        raise BadInput(f"{path} is a link, and a link is not written through; name the folder itself")
     if path.exists() and not path.is_dir():
         raise BadInput(f"{path} is a file; name a folder for the output")
     try:
@@ -134,20 +138,35 @@ def _exchange(left: Path, right: Path) -> bool:
     return bool(renameat2(here, os.fsencode(left.absolute()), here, os.fsencode(right.absolute()), exchange) == 0)
 
 
+def open_lock(path: Path) -> IO[bytes]:
+    """A lock file, made if it is not there and never emptied: what its name leads to may be somebody else's. A link, a
+    pipe or a device in its place is refused."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ESPIPE):
+            raise BadInput(f"{path} is not a plain file, so it cannot be a lock; take it away") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+        handle.close()
+        raise BadInput(f"{path} is not a plain file, so it cannot be a lock; take it away")
+    return handle
+
+
 @contextmanager
-def sole_writer(path: Path | str) -> Iterator[None]:
-    """One process an output file or folder: a second one that would write the same is told so. What a killed one left
-    of it is taken away."""
+def sole_writer(path: Path | str, patience: float = 0.0) -> Iterator[None]:
+    """One process per output file or folder: a second one that would write the same waits for so many seconds, and is
+    then told so. What a killed one left of it is taken away."""
     path = Path(path)
     lock = path.parent / f".{path.name}.lock"
     new = not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "wb")  # noqa: SIM115
+        handle = _taken(lock, path, time.monotonic() + patience)
     except OSError as error:
         raise unwritable(path, error) from error
     with handle:
-        take_lock(handle, lock, path)
         try:
             # As tempfile names them, and so no other output's; a folder that is built inside one that is built has both
             # their marks.
@@ -160,6 +179,20 @@ def sole_writer(path: Path | str) -> Iterator[None]:
             if new:
                 with suppress(OSError):
                     path.parent.rmdir()
+
+
+def _taken(lock: Path, path: Path, until: float) -> IO[bytes]:
+    """The lock file, held; asked for again until it is free or the time is over."""
+    while True:
+        handle = open_lock(lock)
+        try:
+            take_lock(handle, lock, path)
+            return handle
+        except BadInput:
+            handle.close()
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
 
 
 def take_lock(handle: IO[Any], lock: Path, output: Path) -> None:
@@ -191,3 +224,30 @@ def file_digest(path: Path | str) -> str:
     """SHA-256 of a file's bytes, in pieces."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def plain_name(text: str, most: int = 100) -> str:
+    """A file name from any other, which may be long or no text at all: its plain letters, and a digest where some were
+    lost."""
+    kept = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:most].lstrip(".")
+    mark = hashlib.sha256(os.fsencode(text)).hexdigest()[:12]
+    return kept if kept == text else f"{kept}-{mark}"
+
+
+def moved(path: Path, target: Path, most: int) -> bool:
+    """Move a stranger's file: renamed where both are on one disk, else copied, unless it holds more than ``most`` bytes
+    or says that it holds what it does not (a sparse file would be written out in full)."""
+    try:
+        os.rename(path, target)
+        return True
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise unwritable(target, error) from None
+    there = path.stat()
+    if there.st_size > min(most, 2 * 512 * there.st_blocks + 4096):
+        return False
+    try:
+        shutil.move(path, target)
+    except OSError as error:
+        raise unwritable(target, error) from None
+    return True

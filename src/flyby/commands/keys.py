@@ -61,13 +61,15 @@ def trust(
 ) -> None:
     """Trust a public key as a sender's, after its fingerprint was compared by some other way than
     the one it came by."""
+    from flyby.files import sole_writer
     from flyby.parcels.signing import Trust, read_public
 
-    known = Trust.load(trust_file) if trust_file.exists() else Trust()
     key = read_public(public_key)
     name = sender or key.sender or public_key.stem
-    known.add(name, key, also=also, replace=replace)
-    known.save(trust_file)
+    with sole_writer(trust_file, patience=30):  # calls at the same time lose none of their keys
+        known = Trust.load(trust_file) if trust_file.exists() else Trust()
+        known.add(name, key, also=also, replace=replace)
+        known.save(trust_file)
     facts = {
         "trust": str(trust_file),
         "sender": name,

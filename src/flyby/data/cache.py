@@ -213,7 +213,7 @@ def _lock(folder: Path) -> Iterator[None]:
             import fcntl
 
             folder.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context((folder.parent / f".{folder.name}.lock").open("wb")), fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context(files.open_lock(folder.parent / f".{folder.name}.lock")), fcntl.LOCK_EX)
             # Left by a killed process: nobody else builds this entry now.
             for stale in folder.parent.glob(f".{folder.name}.*/"):
                 shutil.rmtree(stale, ignore_errors=True)

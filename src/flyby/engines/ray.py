@@ -32,7 +32,7 @@ from flyby.engines import cluster
 from flyby.engines.cluster import POLL, Answer, RaySettings, kept
 from flyby.engines.jobs import Job, bundle_of, perform, samples_of, split_at
 from flyby.errors import BadInput, FlybyError
-from flyby.files import write_bytes
+from flyby.files import open_lock, write_bytes
 from flyby.fusion.base import Fusion, Server
 from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
 from flyby.parcels import parcel
@@ -201,8 +201,8 @@ def _filling(folders: set[Path]) -> Iterator[None]:
         yield
 
 
-def _lock(path: Path) -> IO[str] | None:
-    handle = open(path, "w")  # noqa: SIM115
+def _lock(path: Path) -> IO[bytes] | None:
+    handle = open_lock(path)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(handle.fileno()), path.stat()):

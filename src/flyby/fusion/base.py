@@ -55,8 +55,16 @@ class Fusion(ABC):
         self.settings = settings if settings is not None else self.settings_type()
 
     def fuse(self, parcels: Inbox, server: Server | None = None) -> Predictor:
-        """One predictor from many parcels, by this rule's ``combine``."""
-        return self.combine(parcels, server if server is not None else Server())
+        """One predictor from many parcels, by this rule's ``combine``; one that holds a number which is not finite is
+        nobody's."""
+        predictor = self.combine(parcels, server if server is not None else Server())
+        for name, tensor in predictor.state_dict().items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise BadInput(
+                    f"{self.name} made a model whose {name} is not finite, so it is not kept; one of the parcels must"
+                    " be at fault: leave out those you do not trust, or judge them with --validation"
+                )
+        return predictor
 
     @abstractmethod
     def combine(self, parcels: Inbox, server: Server) -> Predictor:

@@ -8,7 +8,8 @@ A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of, read_shelf, write_she
 from flyby.registry import Registry
 
 FORMAT = 1
+MODEL = "model.json"
+FILES = (MODEL, "model.safetensors", "model.pt2", "README.md", "ledger.json")  # of a model folder
 
 
 class Predictor(nn.Module):
@@ -157,7 +160,7 @@ def save_predictor(
         "card": card or {},
     }
     with atomic_folder(folder) as tmp:
-        write_json(tmp / "model.json", config)
+        write_json(tmp / MODEL, config)
         tensors = {name: t.contiguous() for name, t in predictor.state_dict().items()}
         if predictor.shelf is not None:
             write_shelf(tmp / "model.safetensors", predictor.specs, predictor.shelf, tensors)
@@ -167,6 +170,24 @@ def save_predictor(
             export_program(predictor, tmp / "model.pt2")
         write_text(tmp / "README.md", _card(config, export))
     return Path(folder)
+
+
+def check_replaceable(folder: Path, own: Iterable[str] = ()) -> None:
+    """A model folder is written whole, in place of an older one: nothing but files that flyby wrote may be lost so.
+    ``own`` are patterns of further files that the caller writes there."""
+    if folder.is_symlink():
+        raise BadInput(f"{folder} is a link, and a link is not written through; name the folder itself")
+    if not folder.is_dir():
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    strange = [name for name in names if not any(fnmatchcase(name, one) for one in (*FILES, *own))]
+    if strange or (names and MODEL not in names):
+        what = repr(strange[0]) if strange else "no model.json"
+        raise BadInput(f"{folder} holds something else than a model of flyby ({what}); name a new folder with --out")
+    if names:
+        config = read_json(folder / MODEL)
+        if not isinstance(config, dict) or not {"format", "kind", "specs"} <= config.keys():
+            raise BadInput(f"{folder / MODEL} was not written by flyby; name a new folder with --out")
 
 
 def load_predictor(folder: Path | str) -> Predictor:

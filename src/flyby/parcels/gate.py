@@ -18,10 +18,9 @@ agree with nobody, so no threshold would be safe (docs/signing.md has the number
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,12 +252,14 @@ class Gate:
         *,
         like: Manifest | None = None,
         rule: str | None = None,
+        needs: Iterable[str] = (),
     ) -> list[Admitted]:
         """Those that may be fused, in the order they came. ``validation`` are labelled images in the parcels' class
         order; ``like`` is a manifest that all must fit (by default most decide); ``rule`` names a fusion that needs one
-        architecture. Fills the ledger and the quarantine.
+        architecture; ``needs`` is what a fusion asks every parcel for. Fills the ledger and the quarantine.
         """
         self._fit(like, rule)
+        self._carries(needs)
         self._copies()
         self._against_median()
         shares = {key: self._answers(key, one, validation, device) for key, one in list(self._waiting.items())}
@@ -317,16 +318,32 @@ class Gate:
                     sent = f"{m.sender} sent {m.spec.name} and {other} {spec.name} (or other widths or head)"
                     self._drop(key, "fit", f"{rule} needs one architecture, but {sent}; use ensemble")
 
+    def _carries(self, needs: Iterable[str]) -> None:
+        """One that lacks what the rule asks for is refused like any other, and the rule goes on with the rest."""
+        for key, one in list(self._waiting.items()):
+            m = one.manifest
+            names = {name.partition(".")[0] for name in m.extras}
+            there = {"weights", "prototypes", "anchors", *names} | ({"class_counts"} if m.counts is not None else set())
+            if missing := sorted(set(needs) - there):
+                sent = f"{one.label} does not carry {', '.join(missing)}, which this rule needs"
+                self._drop(key, "fit", f"{sent}; ask {m.sender} to train for it, or choose another --fusion")
+
+    def _standing(self, one: Admitted) -> int:
+        """Whose word counts first: a trusted sender's, then anybody's who signed, then the rest."""
+        known = self.trust is not None and one.manifest.sender in self.trust.senders
+        return 0 if known and one.signer is not None else 1 if one.signer is not None else 2
+
     def _copies(self) -> None:
         seen: dict[tuple[str, ...], str] = {}
-        # Of two, a signed one is the original.
-        for key, one in sorted(self._waiting.items(), key=lambda pair: pair[1].signer is None):
-            content = tuple(sorted(info.sha256 for info in one.manifest.tensors.values()))
+        # Of two the better known one is the original, then the first. Weights alone decide: an extra is soon added.
+        for key, one in sorted(self._waiting.items(), key=lambda pair: self._standing(pair[1])):
+            tensors = one.manifest.tensors.items()
+            content = tuple(sorted(info.sha256 for name, info in tensors if not name.startswith(parcel.EXTRA)))
             if content in seen:
                 self._drop(
                     key,
                     "copy",
-                    f"{one.label}: every tensor of {one.manifest.sender} is that of {seen[content]}; a copy under"
+                    f"{one.label}: every weight of {one.manifest.sender} is that of {seen[content]}; a copy under"
                     " another name counts once",
                 )
             else:
@@ -403,15 +420,15 @@ class Gate:
             if one.path is None or not one.path.is_file():
                 continue
             assert self.quarantine is not None
-            taken, number = self.quarantine / one.path.name, 1
+            stem, number = files.plain_name(one.path.stem), 1
+            taken = self.quarantine / f"{stem}{one.path.suffix if len(one.path.suffix) < 16 else ''}"
             while taken.exists():
                 number += 1
-                taken = self.quarantine / f"{one.path.stem}-{number}{one.path.suffix}"
-            files.write_json(taken.with_name(f"{taken.name}.reason.json"), one.row() | {"came_as": str(one.path)})
-            try:
-                shutil.move(one.path, taken)
-            except OSError as error:
-                raise files.unwritable(taken, error) from None
+                taken = taken.with_stem(f"{stem}-{number}")
+            reason = taken.with_name(f"{taken.name}.reason.json")
+            files.write_json(reason, one.row() | {"came_as": printable(str(one.path))})
+            if not files.moved(one.path, taken, self.policy.max_bytes):
+                self.notes.append(f"{one.name} stays where it is: it is too large for another disk; see {reason.name}")
 
 
 def open_gate(

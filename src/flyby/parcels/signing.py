@@ -47,6 +47,19 @@ BLOCK = 1 + PUBLIC + SIGNATURE
 
 _PUBLIC_LINE = re.compile(rf"flyby-ed25519 ([A-Za-z0-9+/]{{43}}=) ({PATTERN})\n?".encode())
 _NAME_LINE = re.compile(rb"flyby sender: ?(.*)\n")
+# The y of every point of order 1, 2, 4 and 8, little-endian, without the sign of x; 0 and 1 also as p and p + 1.
+_SMALL_ORDER = frozenset(
+    bytes.fromhex(text)
+    for text in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    )
+)
 _LARGEST = 1 << 16  # bytes of a key file; nobody's key is longer
 
 
@@ -176,9 +189,16 @@ def new_key(sender: str, folder: Path) -> tuple[Path, Path, PublicKey]:
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(f"flyby sender: {sender}\n".encode() + pem)
-    except OSError as error:
-        raise BadInput(f"cannot write {secret}: {error.strerror or error}; name another folder with --out") from None
-    files.write_text(public, f"flyby-ed25519 {key.public.text} {sender}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        files.write_text(public, f"flyby-ed25519 {key.public.text} {sender}\n")
+    except FileExistsError:
+        raise BadInput(f"{secret} exists already; name another folder with --out, or move the old key away") from None
+    except (OSError, BadInput) as error:
+        for path in (secret, public):  # half a key pair would only stand in the way of the next try
+            path.unlink(missing_ok=True)
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise BadInput(f"cannot write {secret}: {why}; name another folder with --out") from None
     return secret, public, key.public
 
 
@@ -235,6 +255,8 @@ def _decoded(text: str) -> bytes:
         raw = b""
     if len(raw) != PUBLIC or base64.b64encode(raw).decode() != text:
         raise BadInput(f"{text[:60]!r} is not a public key: 32 bytes in base64")
+    if raw[:-1] + bytes([raw[-1] & 0x7F]) in _SMALL_ORDER:
+        raise BadInput(f"{text!r} is a key of small order, under which anybody can sign; ask its owner for a real one")
     return raw
 
 

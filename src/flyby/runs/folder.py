@@ -232,7 +232,7 @@ class Run:
         new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = open(self.lock, "w")  # noqa: SIM115
+            handle = files.open_lock(self.lock)
         except OSError as error:
             if error.errno in files.FULL:
                 raise files.unwritable(self.lock, error) from None

@@ -10,9 +10,8 @@ from typing import Any
 
 from flyby.data.site import whole_site
 from flyby.data.sources import load
-from flyby.errors import BadInput
 from flyby.files import atomic_folder, write_json
-from flyby.fusion.predictor import save_predictor
+from flyby.fusion.predictor import check_replaceable, save_predictor
 from flyby.machine import pick_device
 from flyby.meeting.admit import read_inbox
 from flyby.meeting.pipeline import check_site, orient
@@ -46,8 +45,7 @@ def orient_folder(
     """``flyby orient``: writes a deployable folder. The received parcels (a folder of them, or a wait that ends with
     them) come through the gate that ``entrance`` opens for this node's name."""
     out = wish.out
-    if out.is_dir() and any(out.iterdir()) and not (out / "model.json").exists():
-        raise BadInput(f"{out} holds something else than a model; name a new folder with --out")
+    check_replaceable(out, ("orient.json", "*.parcel"))
     VARIANTS[wish.variant]
     own = parcel.read(wish.own)
     sender = own.manifest.sender
@@ -67,7 +65,7 @@ def orient_folder(
         write_json(folder / "orient.json", facts)
         gate.ledger.save(folder / "ledger.json")
         parcel.write(made.own, folder / f"{sender}.parcel")
-    remember(gate, ledger)
+        remember(gate, ledger)  # recorded, then published
     return {
         "out": str(out),
         "variant": wish.variant,

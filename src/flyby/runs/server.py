@@ -19,7 +19,7 @@ from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, digest, file_digest
 from flyby.fusion import FUSIONS, Fusion
 from flyby.fusion.base import Server
-from flyby.fusion.predictor import save_predictor
+from flyby.fusion.predictor import check_replaceable, save_predictor
 from flyby.machine import pick_device
 from flyby.parcels.gate import Gate, Refused, remember
 from flyby.parcels.inbox import Inbox
@@ -112,8 +112,7 @@ class Order:
 
     def check(self) -> None:
         """All that can be wrong before any parcel is there: nobody waits for hours to hear of a misspelt word."""
-        if self.out.is_dir() and any(self.out.iterdir()) and not (self.out / "model.json").exists():
-            raise BadInput(f"{self.out} holds something else than a fused model; name a new folder with --out")
+        check_replaceable(self.out)
         if self.rule is not None:
             rule_named(self.rule, self.assignments)
 
@@ -149,7 +148,7 @@ def fuse_parcels(
     images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
     judges = _judges(order.validation, typical) if order.validation else None
     alike = None if fusion.heterogeneous else fusion.name
-    gate.settle(judges, device, like=typical if judges else None, rule=alike)
+    gate.settle(judges, device, like=typical if judges else None, rule=alike, needs=fusion.needs)
     _enough(gate, order.min_sites)
     inbox = Inbox(one.source for one in gate.waiting)
     work = out.parent / f".{out.name}.server"
@@ -161,7 +160,7 @@ def fuse_parcels(
     with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
         save_predictor(predictor, folder, card, export=order.export)
         gate.ledger.save(folder / "ledger.json")
-    remember(gate, ledger)
+        remember(gate, ledger)  # recorded, then published: a crossing that cannot be written down gives no model
     return {
         "out": str(out),
         "kind": predictor.kind,
