@@ -47,3 +47,12 @@ def pytest_testnodedown(node: Any, error: object | None) -> None:
 def digits() -> DataBundle:
     """The 1,797 handwritten digits (8x8, grey), a fifth of them for testing."""
     return sources.load("digits", holdout=0.2)
+
+
+LONG = ("test_flower", "test_golden", "test_ray", "test_packaging", "test_examples", "test_suite", "test_api", "test_run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few, long tests first: one that is left to the end has a single worker wait for another."""
+    ranks = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(LONG)))

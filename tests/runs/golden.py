@@ -15,9 +15,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Command = Callable[..., object]
 STOPWATCH = {
     "seconds",
     "timings",
@@ -94,7 +96,8 @@ RUNS: dict[str, list[str]] = {
 }
 
 
-def flyby(*words: str) -> None:
+def process(*words: str) -> None:
+    """The command line in a process of its own; a test may call it in another way."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "flyby", *words], check=True, env=environment, stdout=subprocess.DEVNULL)
 
@@ -137,7 +140,7 @@ def of_run(folder: Path) -> dict[str, Any]:
     return found
 
 
-def of_sites(folder: Path) -> dict[str, Any]:
+def of_sites(folder: Path, flyby: Command) -> dict[str, Any]:
     """Two real sites and a server, one command each."""
     common = ["--data", "digits", "--method", "aurora", "--epochs", "2", "--quiet", "--seed", "1"]
     paths = [folder / "a.parcel", folder / "b.parcel"]
@@ -169,8 +172,8 @@ def probe() -> str:
     return f"{torch.__version__.split('+')[0]} {sha(struct.pack(f'{len(values)}f', *values))}"
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"probe": probe(), "sites": of_sites(folder / "sites")}
+def measure(folder: Path, flyby: Command = process) -> dict[str, Any]:
+    found: dict[str, Any] = {"probe": probe(), "sites": of_sites(folder / "sites", flyby)}
     for name, words in RUNS.items():
         flyby("run", *words, "--out", str(folder / name))
         inside = folder / name

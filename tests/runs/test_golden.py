@@ -10,13 +10,15 @@ from typing import Any
 import golden
 import pytest
 
+from factories import done
+
 KNOWN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text())
 CLOSE = 0.1  # on a CPU that takes sums in another order; a few epochs on digits move by single images
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return golden.measure(tmp_path_factory.mktemp("golden"))
+    return golden.measure(tmp_path_factory.mktemp("golden"), done)
 
 
 def accuracies(value: dict[str, Any], place: str = "") -> Iterator[tuple[str, float]]:
