@@ -49,10 +49,10 @@ def digits() -> DataBundle:
     return sources.load("digits", holdout=0.2)
 
 
-LONG = ("test_flower", "test_golden", "test_ray", "test_packaging", "test_examples", "test_suite", "test_api", "test_run")
+LONG = "flower golden ray packaging examples suite api run".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of few, long tests first: one that is left to the end has a single worker wait for another."""
-    ranks = {name: place for place, name in enumerate(LONG)}
+    ranks = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(LONG)))
