@@ -49,7 +49,7 @@ def digits() -> DataBundle:
     return sources.load("digits", holdout=0.2)
 
 
-LONG = "flower golden ray packaging examples suite api run".split()
+LONG = ["flower", "golden", "ray", "packaging", "examples", "suite", "api", "run"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
