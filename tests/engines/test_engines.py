@@ -70,7 +70,7 @@ def test_a_job_is_plain_data_and_knows_when_it_is_done(data: Path, tmp_path: Pat
     assert not job.done()
     engine_named("inline")(jobs[:1], lambda row: None)
     assert job.done()
-    assert sorted(p.name for p in job.folder.iterdir()) == ["site-0.jsonl", "site-0.parcel"]
+    assert sorted(p.name for p in job.folder.iterdir()) == ["site-0.jsonl", "site-0.key", "site-0.parcel"]
     assert not jobs[1].done()
     other = jobs_of(data, tmp_path, codec="fp16")[0]
     assert other.key != job.key

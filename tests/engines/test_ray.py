@@ -392,7 +392,7 @@ def test_what_an_interrupted_task_reached_is_handed_over(cluster: Any, data: Pat
     run_ray(jobs, lambda row: rows.append(row["epoch"]))
     assert min(rows) > 3
     assert uploads_of(jobs) == uploads_of(expected)
-    assert sorted(p.name for p in jobs[0].folder.iterdir()) == ["site-0.jsonl", "site-0.parcel"]
+    assert sorted(p.name for p in jobs[0].folder.iterdir()) == ["site-0.jsonl", "site-0.key", "site-0.parcel"]
 
 
 def test_ctrl_c_ends_the_tasks_and_resume_skips_what_is_finished(cluster: Any, data: Path, tmp_path: Path) -> None:
