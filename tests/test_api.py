@@ -144,6 +144,18 @@ def test_all_ways_to_train_give_the_same_bytes(sites: Sites, parcels: list[parce
     assert [parcel.to_bytes(p) for p in at_once] == [parcel.to_bytes(p) for p in parcels]
 
 
+def test_a_script_needs_no_guard_for_worker_processes(tmp_path: Path) -> None:
+    lines = (
+        "import flyby",
+        "print('once')",
+        "sites = flyby.load('digits').split(clients=2, alpha=1.0)",
+        "print(len(flyby.train_all(sites, 'fedavg', epochs=1, engine='processes')), __file__ is not None)",
+    )
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    ended = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("once\n2 True\n", 0), ended.stderr
+
+
 def test_own_arrays_tensors_and_datasets_are_data() -> None:
     images, labels = make_images(40, (8, 8), 1), np.arange(40) % 2
     from_arrays = flyby.load(images, labels, class_names=["cat", "dog"])
