@@ -7,11 +7,12 @@ import base64
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from factories import call, command, done, one_line, random_parcel
 from flyby import files
@@ -25,6 +26,7 @@ from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
 from flyby.parcels.signing import Trust
 
+CLASSES = ("\u202elive", "\u202ecat", "\u202edog")
 P = 2**255 - 19
 D = -121665 * pow(121666, -1, P) % P
 ORDER = 2**252 + 27742317777372353535851937790883648493
@@ -245,10 +247,19 @@ def test_inspect_takes_any_name(tmp_path: Path) -> None:
     for name in ("[/x].parcel", "caf\udce9.parcel", "\u202egnp.parcel"):
         path = tmp_path / name
         parcel.write(random_parcel("a"), path)
-        said = done("inspect", path).out
-        assert "\u202e" not in said
-        assert "\udce9" not in said
-    assert sys.getdefaultencoding() == "utf-8"
+        for answer in (done("inspect", path), call("inspect", path.with_suffix(".absent"))):
+            assert "\u202e" not in answer.out + answer.err
+            assert "\udce9" not in answer.out + answer.err
+
+
+def test_a_class_name_turns_nothing_in_an_answer(tmp_path: Path) -> None:
+    turned = parcel.make(
+        weights=random_parcel("a").weights, **random_parcel("a").manifest.facts | {"class_names": CLASSES}
+    )
+    parcel.write(turned, tmp_path / "a.parcel")
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "x.png")
+    done("fuse", tmp_path / "a.parcel", "--fusion", "ensemble", "--no-export", "--out", tmp_path / "model")
+    assert "\u202e" not in done("predict", tmp_path / "model", tmp_path / "x.png").out
 
 
 # -- the gate sees what a rule will use

@@ -63,7 +63,9 @@ class _Stderr(logging.Handler):
     """What the library logs, as plain lines for people."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        from flyby.names import printable
+
+        print("\n".join(map(printable, self.format(record).split("\n"))), file=sys.stderr, flush=True)
 
 
 _STDERR = _Stderr()
@@ -102,5 +104,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"flyby: {' '.join(message.split())}", file=sys.stderr)
+    from flyby.names import printable
+
+    print(f"flyby: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

@@ -130,14 +130,18 @@ def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:
 
 
 def say(value: Any, as_json: bool, text: str) -> None:
-    """Answer on stdout: the value as JSON, or a text for people."""
-    print(json.dumps(value, indent=1) if as_json else text)
+    """Answer on stdout: the value as JSON, or a text for people, in which a stranger's names turn nothing."""
+    from flyby.names import printable
+
+    print(json.dumps(value, indent=1) if as_json else "\n".join(printable(line) for line in text.split("\n")))
 
 
 def note(lines: Iterable[str]) -> None:
     """What people should know beside the answer, on stderr."""
+    from flyby.names import printable
+
     for line in lines:
-        print(f"note: {line}", file=sys.stderr)
+        print(f"note: {printable(line)}", file=sys.stderr)
 
 
 def note_absent(came: Arrivals | None, facts: dict[str, Any]) -> None:

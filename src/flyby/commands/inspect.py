@@ -37,7 +37,7 @@ def inspect(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_header=False, box=None, title=str(path), title_justify="left")
+    table = Table(show_header=False, box=None, title=Text(printable(str(path))), title_justify="left")
     for key, value in _rows(made.manifest, facts):
         table.add_row(key, Text(printable(value)))
     Console().print(table)
