@@ -115,8 +115,7 @@ def of_parcel(path: Path) -> str:
     data = path.read_bytes()
     start = data.index(b"{")
     manifest, _ = json.JSONDecoder().raw_decode(data[start:].decode("utf-8", "surrogateescape"))
-    for name in ("versions", "key"):  # a key of the data was in parcels before 0.2
-        manifest["provenance"].pop(name, None)
+    manifest["provenance"].pop("versions", None)
     return of_json(manifest)
 
 
