@@ -225,7 +225,7 @@ def test_every_seam_takes_a_package(plug: None, tmp_path: Path, caplog: pytest.L
     assert rule_for(["mine", "other"]) == "first"
     with caplog.at_level(logging.WARNING):
         rows = {row["method"]: row for row in methods.catalogue()}
-    assert (rows["mine"]["objective"], rows["meet"]["exchanges"]) == ("other", "one model a meeting")
+    assert (rows["mine"]["objective"], rows["meet"]["exchanges"]) == ("other", "one model per meeting")
     assert "lost" not in rows
     assert "the method 'lost': unknown objective 'nowhere'" in caplog.text
 

@@ -570,7 +570,7 @@ def test_the_catalogue_is_complete() -> None:
     assert list(rows) == list(METHODS)
     for name, row in rows.items():
         assert row["about"], name
-        assert row["exchanges"] in ("nothing", "one upload a site", "one model a meeting")
+        assert row["exchanges"] in ("nothing", "one upload per site", "one model per meeting")
         assert isinstance(row["data_free"], bool)
         assert isinstance(row["mixed_architectures"], bool)
         assert set(row["needs"]) <= set(row["provides"]), "a recipe must send what its own server needs"

@@ -26,7 +26,7 @@ from flyby.errors import BadInput
 def fuse(
     *,
     out: Annotated[Path, typer.Option(help="The folder to write.")],
-    parcels: Annotated[list[Path] | None, typer.Argument(help="The .parcel files, one a site.")] = None,
+    parcels: Annotated[list[Path] | None, typer.Argument(help="The .parcel files, one per site.")] = None,
     watch: Annotated[
         Path | None,
         typer.Option(metavar="INBOX", help="Wait until enough parcels lie in this folder, instead of naming them."),

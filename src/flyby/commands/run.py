@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,12 +24,31 @@ from flyby.commands.common import (
     Set,
     Size,
     compiling,
+    grouped,
     say,
 )
 from flyby.errors import BadInput
 
+if TYPE_CHECKING:
+    from flyby.runs.config import RunConfig
+    from flyby.runs.pipeline import Options
 
+
+@dataclass(frozen=True)
+class Meetings:
+    """How nodes meet, for methods without a server."""
+
+    rounds: Annotated[int | None, typer.Option(help="FOL: collection rounds.")] = None
+    buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None
+    top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None
+    eval_nodes: Annotated[
+        str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")
+    ] = None
+
+
+@grouped
 def run(
+    *,
     method: Annotated[
         str, typer.Option(help="A method of `flyby methods`, or several with commas: a comparison on the same uploads.")
     ] = "aurora",
@@ -44,12 +64,7 @@ def run(
     min_size: MinSize = None,
     model: Architecture = None,
     fusion: Rule = None,
-    rounds: Annotated[int | None, typer.Option(help="FOL: collection rounds.")] = None,
-    buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None,
-    top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None,
-    eval_nodes: Annotated[
-        str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")
-    ] = None,
+    meetings: Meetings,
     engine: Annotated[
         str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")
     ] = None,
@@ -59,53 +74,56 @@ def run(
     settings: Set = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     track: Annotated[
-        bool, typer.Option("--track", help="Also write TensorBoard event files, one folder a site (extra: track).")
+        bool, typer.Option("--track", help="Also write TensorBoard event files, one folder per site (extra: track).")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a whole federation on one machine: split, train every site, fuse, evaluate, report."""
+    _warm(engine, device)
+    from flyby.runs.pipeline import Options
+
+    names = [name.strip() for name in method.split(",") if name.strip()]
+    if not names:
+        raise BadInput("name a method; `flyby methods` lists them")
+    words = {"fusion": fusion, "seed": seed, "model": model, "epochs": epochs, "data": {"name": data, "size": size}}
+    shares = {"name": split, "clients": clients, "alpha": alpha, "min_size": min_size}
+    configs = _configs(names, meetings, split=shares, assignments=compiling(settings, compiled), **words)
+    folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
+    command = shlex.join(["flyby", *sys.argv[1:]])
+    options = Options(engine=engine, device=device, resume=resume, command=command, quiet=quiet)
+    _run(configs, folder, options, track, as_json)
+
+
+def _warm(engine: str | None, device: str) -> None:
     from flyby.engines import forkserver
 
     if forkserver.worth_starting(engine, device):
         forkserver.start()  # it imports torch for the workers while this process does so for itself
         atexit.register(forkserver.stop)
-    from flyby.report.track import check_tracking, write_events
+
+
+def _configs(names: list[str], meetings: Meetings, **words: Any) -> dict[str, RunConfig]:
     from flyby.runs.config import make_config
-    from flyby.runs.folder import Run
     from flyby.runs.methods import METHODS
-    from flyby.runs.pipeline import Options
+
+    orient = vars(meetings)
+    if any(v is not None for v in orient.values()) and not any(METHODS[name].orient for name in names):
+        raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
+    return {name: make_config(name, orient=orient, **words) for name in names}
+
+
+def _run(configs: dict[str, RunConfig], folder: Path, options: Options, track: bool, as_json: bool) -> None:
+    from flyby.report.track import check_tracking, write_events
+    from flyby.runs.folder import Run
     from flyby.study.compare import compare
 
     if track:
         check_tracking()
-    names = [name.strip() for name in method.split(",") if name.strip()]
-    if not names:
-        raise BadInput("name a method; `flyby methods` lists them")
-    meetings = {"rounds": rounds, "buffer": buffer, "top": top, "eval_nodes": eval_nodes}
-    if any(v is not None for v in meetings.values()) and not any(METHODS[name].orient for name in names):
-        raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
-    configs = {
-        name: make_config(
-            name,
-            fusion=fusion,
-            seed=seed,
-            data={"name": data, "size": size},
-            model=model,
-            epochs=epochs,
-            assignments=compiling(settings, compiled),
-            orient=meetings,
-            split={"name": split, "clients": clients, "alpha": alpha, "min_size": min_size},
-        )
-        for name in names
-    }
-    folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
-    command = shlex.join(["flyby", *sys.argv[1:]])
-    options = Options(engine=engine, device=device, resume=resume, command=command, quiet=quiet)
     results = compare(configs, folder, options)
-    several = len(names) > 1
-    for name in names if track else ():
+    several = len(configs) > 1
+    for name in configs if track else ():
         write_events(folder / name if several else folder)
     lines = [*(result.line() for result in results.values()), f"report: {Run(folder).report}"]
     found = {name: result.to_json() for name, result in results.items()}
-    say(found if several else found[names[0]], as_json, "\n".join(lines))
+    say(found if several else next(iter(found.values())), as_json, "\n".join(lines))

@@ -195,7 +195,7 @@ def _row(m: Method) -> dict[str, Any]:
         "paper": m.paper,
         "provides": sorted(objective.provided(settings)),
         "needs": sorted(fusion.needs) if fusion else [],
-        "exchanges": "one upload a site" if fusion else "one model a meeting" if m.orient else "nothing",
+        "exchanges": "one upload per site" if fusion else "one model per meeting" if m.orient else "nothing",
         "weight_bytes": weights,
         "extra_bytes": extras,
         "data_free": fusion is None or fusion.data_free,
