@@ -12,6 +12,7 @@ import sys
 from typing import Annotated
 
 import typer
+import typer.core
 
 from flyby import __version__
 from flyby.commands import flower, keys
@@ -31,6 +32,7 @@ from flyby.commands.study import study
 from flyby.commands.train import train
 from flyby.errors import FlybyError
 
+typer.core.HAS_RICH = False  # help is plain text here, and Typer would still put a backslash before every [default]
 app = typer.Typer(
     name="flyby",
     add_completion=False,

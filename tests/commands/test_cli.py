@@ -544,3 +544,10 @@ def test_report_on_what_is_no_run_is_one_line(shelf: Path, tmp_path: Path) -> No
 )
 def test_words_that_are_no_command_are_one_line(words: tuple[str, ...], said: str) -> None:
     assert said in one_line(call(*words))
+
+
+@pytest.mark.parametrize("name", ["run", "fuse", "orient", "study", "bench"])
+def test_help_is_plain_text(name: str) -> None:
+    text = done(name, "--help").out
+    assert "[default: " in text
+    assert "\\[" not in text
