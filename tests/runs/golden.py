@@ -34,8 +34,8 @@ STOPWATCH = {
 SMALL = ["--data", "digits", "--clients", "3", "--alpha", "0.3", "--epochs", "2", "--seed", "7", "--quiet"]
 RUNS: dict[str, list[str]] = {
     "demo": ["--method", "local,fedavg,ensemble,fafi,aurora", *SMALL],
-    "prototypes": ["--method", "fafi-anneal,aurora-no-decouple,fedetf,fedproto,fedtgp", *SMALL],
-    "weights": ["--method", "fedlpa,maecho,ot,median,clipped", *SMALL, "--set", "train.batch=32"],
+    "prototypes": ["--method", "fafi-anneal,fedetf,fedproto", *SMALL],
+    "weights": ["--method", "fedlpa,maecho,ot", *SMALL, "--set", "train.batch=32"],
     "iffi": ["--method", "aurora", "--fusion", "iffi", *SMALL, "--set", "codec=int8", "--set", "train.snapshots=1"],
     "dense": [
         "--method",
@@ -48,7 +48,6 @@ RUNS: dict[str, list[str]] = {
         "--set",
         "fusion.batch=32",
     ],
-    "cvae": ["--method", "fedcvae", *SMALL],
     "noisy": [
         "--method",
         "fafi",

@@ -55,15 +55,15 @@ class Job(BaseModel):
 
     @property
     def key_path(self) -> Path:
-        """Which recipe over which data the upload is of. It stays here: a digest of data in a parcel would let whoever
-        knows all images but one find out the last."""
+        """Which recipe over which data the upload is of, and that upload's digest. It stays here: a digest of data in a
+        parcel would let whoever knows all images but one find out the last."""
         return self.folder / f"{self.site}.key"
 
     def done(self) -> bool:
         """Whether this very upload is already there; one of another recipe in its place is an error, not a surprise."""
         if not (self.parcel_path.exists() and self.rows_path.exists() and self.key_path.exists()):
             return False
-        if self.key_path.read_text().strip() != self.key:
+        if self.key_path.read_text().split() != [self.key, parcel.read_manifest(self.parcel_path).digest]:
             raise BadInput(f"{self.parcel_path} was made by other settings; use another --out folder, or delete it")
         return True
 
@@ -94,7 +94,7 @@ def performing(job: Job, on_epoch: Callable[[Row], None] | None = None, site: Si
     site = replace(site or site_of(bundle_of(job.data), split_at(job.split), job.site), origin=job.origin)
     trained = yield from training(site, job.recipe, device=job.device, folder=job.folder, on_epoch=on_epoch)
     write_text(job.rows_path, "".join(json.dumps(row) + "\n" for row in trained.rows))
-    write_text(job.key_path, job.key + "\n")
+    write_text(job.key_path, f"{job.key} {trained.parcel.digest}\n")
     parcel.write(trained.parcel, job.parcel_path)
     job.checkpoint_path.unlink(missing_ok=True)
     return trained.seconds
