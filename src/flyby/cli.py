@@ -84,9 +84,7 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
-        goes_on = {"run": "; the same command with --resume goes on from here"}
-        goes_on |= dict.fromkeys(("train", "study", "fuse", "orient"), "; the same command goes on from here")
-        _fail(f"interrupted{goes_on.get(sys.argv[1] if len(sys.argv) > 1 else '', '')}", 130)
+        _interrupted()
     except FlybyError as error:
         _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -100,9 +98,17 @@ def main() -> None:
             2,
         )
     except Exception as error:
+        if "KeyboardInterrupt" in str(error):  # pydantic wraps one that comes while it makes a class
+            _interrupted()
         if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
             _fail(error.format_message() or "see flyby --help", 2)
         raise
+
+
+def _interrupted() -> None:
+    goes_on = {"run": "; the same command with --resume goes on from here"}
+    goes_on |= dict.fromkeys(("train", "study", "fuse", "orient"), "; the same command goes on from here")
+    _fail(f"interrupted{goes_on.get(sys.argv[1] if len(sys.argv) > 1 else '', '')}", 130)
 
 
 def _fail(message: str, code: int) -> None:

@@ -47,7 +47,7 @@ def _rows(m: Manifest, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     head = m.spec.head if m.spec.head != "linear" else "linear head"
     counts = zip(m.class_names, m.counts, strict=True) if m.counts else ()
     yield "sender", m.sender
-    yield "objective", m.method
+    yield "method", m.method
     yield "model", f"{m.spec.name}, {head}, {facts['parameters']:,} parameters"
     yield "images", f"{m.spec.size[0]}x{m.spec.size[1]}x{m.spec.channels}"
     yield "samples", f"{m.samples:,}"

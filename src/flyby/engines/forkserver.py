@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -73,13 +74,21 @@ def worth_starting(engine: str | None, device: str) -> bool:
 @contextmanager
 def without_interrupts() -> Iterator[None]:
     """Processes started in here never see Ctrl-C, not even while they still import: it is the parent's to handle, which
-    ends them."""
+    ends them. One that comes in here is raised at the end: the mask alone would let another thread take it, and the
+    process that is just being started would be nobody's."""
     resource_tracker.ensure_running()  # were it started in here, it would lift the block
+    heard: list[int] = []
+    mine = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number)) if mine else None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if mine:
+            signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -66,11 +66,11 @@ def run_processes(jobs: Sequence[Job], on_epoch: Callable[[Row], None], workers:
         workers_left = list((getattr(pool, "_processes", None) or {}).values())
         for process in workers_left:
             process.terminate()
+        for process in workers_left if not ended_well else ():
+            process.join(5)  # before the pool's semaphores go, which one that is just starting still looks for
         pool.shutdown(wait=False, cancel_futures=True)
         events.close()
         if not ended_well:  # what the ended ones were writing goes too, all the more where the disk is full
-            for process in workers_left:
-                process.join(5)
             files.sweep(
                 path for folder in {job.folder for job in jobs} if folder.is_dir() for path in folder.rglob(".*.part")
             )
