@@ -149,7 +149,12 @@ def _on_disk(data: DataBundle, folder: Path) -> DataSettings:
 
 @dataclass(frozen=True)
 class Judged:
-    """How a model did on labelled images: ``confusion[i, j]`` images of class i were taken for class j."""
+    """How a model did on labelled images: ``confusion[i, j]`` images of class i were taken for class j.
+
+    >>> judged = flyby.load_model(model_folder).evaluate(flyby.load("digits"))
+    >>> judged.images, judged.confusion.shape
+    (359, (10, 10))
+    """
 
     accuracy: float
     per_class: dict[str, float | None]
@@ -170,8 +175,9 @@ class Judged:
 class Model:
     """A model that predicts: what fusing, personalising or loading gives.
 
-    >>> model = flyby.load_model(folder)          # a folder that model.save or flyby fuse wrote
-    >>> model.predict(images)                     # uint8 N x H x W x C
+    >>> model = flyby.load_model(model_folder)
+    >>> len(model.predict(images)) == len(images)          # uint8 N x H x W x C
+    True
     """
 
     def __init__(self, predictor: Predictor, *, device: str = "auto", card: Mapping[str, Any] | None = None) -> None:
@@ -245,7 +251,11 @@ def fuse(
 
 
 def load_model(folder: Path | str, *, device: str = "auto") -> Model:
-    """The model in a folder that ``model.save`` or ``flyby fuse`` wrote, in a run folder, or in a parcel."""
+    """The model in a folder that ``model.save`` or ``flyby fuse`` wrote, in a run folder, or in a parcel.
+
+    >>> flyby.load_model(model_folder)
+    <Model single of 1 x cnn-small, 10 classes>
+    """
     return Model(load_predictor(folder), device=device)
 
 
@@ -316,10 +326,19 @@ def assignments(settings: Mapping[str, Any] | None) -> list[str]:
 
 
 def read_parcel(path: Path | str) -> Parcel:
-    """A parcel, read and checked; nothing in it is ever run."""
+    """A parcel, read and checked; nothing in it is ever run.
+
+    >>> flyby.read_parcel(path).manifest.sender
+    'site-0'
+    """
     return parcels_file.read(path)
 
 
 def write_parcel(parcel: Parcel, path: Path | str) -> int:
-    """Write a parcel, whole or not at all; returns its size in bytes."""
+    """Write a parcel, whole or not at all; returns its size in bytes.
+
+    >>> parcel = flyby.read_parcel(path)
+    >>> flyby.write_parcel(parcel, path) == parcel.size
+    True
+    """
     return parcels_file.write(parcel, path)
