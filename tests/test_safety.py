@@ -6,13 +6,12 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from factories import call, command, done, one_line, random_parcel
 from flyby import files
@@ -21,12 +20,13 @@ from flyby.fusion.base import Server
 from flyby.fusion.predictor import Predictor, check_replaceable
 from flyby.fusion.weights.average import FedAvg
 from flyby.parcels import parcel, signing
-from flyby.parcels.gate import Gate
+from flyby.parcels.gate import Gate, open_gate
 from flyby.parcels.inbox import Inbox
-from flyby.parcels.parcel import Parcel
+from flyby.parcels.ledger import Ledger
+from flyby.parcels.parcel import Manifest, Parcel
 from flyby.parcels.signing import Trust
 
-CLASSES = ("\u202elive", "\u202ecat", "\u202edog")
+ROOT = Path(__file__).parents[1]
 P = 2**255 - 19
 D = -121665 * pow(121666, -1, P) % P
 ORDER = 2**252 + 27742317777372353535851937790883648493
@@ -244,22 +244,20 @@ def test_deep_json_is_one_line(tmp_path: Path, word: str) -> None:
 
 
 def test_inspect_takes_any_name(tmp_path: Path) -> None:
-    for name in ("[/x].parcel", "caf\udce9.parcel", "\u202egnp.parcel"):
+    for name in ("[/x].parcel", "caf\udce9.parcel", "\u202egnp.parcel", "\x1b[31mred.parcel", "a\rb.parcel"):
         path = tmp_path / name
         parcel.write(random_parcel("a"), path)
         for answer in (done("inspect", path), call("inspect", path.with_suffix(".absent"))):
             assert "\u202e" not in answer.out + answer.err
             assert "\udce9" not in answer.out + answer.err
+            assert not set("\x1b\r") & set(answer.out + answer.err)
 
 
-def test_a_class_name_turns_nothing_in_an_answer(tmp_path: Path) -> None:
-    turned = parcel.make(
-        weights=random_parcel("a").weights, **random_parcel("a").manifest.facts | {"class_names": CLASSES}
-    )
-    parcel.write(turned, tmp_path / "a.parcel")
-    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "x.png")
-    done("fuse", tmp_path / "a.parcel", "--fusion", "ensemble", "--no-export", "--out", tmp_path / "model")
-    assert "\u202e" not in done("predict", tmp_path / "model", tmp_path / "x.png").out
+@pytest.mark.parametrize("name", ["\u202elive", "\u2067cat", "dog\x1b[31m", "a\u2028b"])
+def test_no_parcel_takes_a_class_name_that_turns_or_escapes(name: str) -> None:
+    item = random_parcel("a")
+    with pytest.raises(BadInput):
+        parcel.make(weights=item.weights, **item.manifest.facts | {"class_names": (name, "b", "c")})
 
 
 # -- the gate sees what a rule will use
@@ -308,3 +306,68 @@ class Spoilt(FedAvg):
 def test_a_fused_model_that_is_not_finite_is_not_kept() -> None:
     with pytest.raises(BadInput, match=r"whose networks\.0\..* is not finite"):
         Spoilt().fuse(Inbox([random_parcel("a"), random_parcel("b", seed=1)]))
+
+
+# -- watching
+
+
+def test_watching_reads_the_ledger_and_the_trust_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, ledger, trust = tmp_path / "inbox", tmp_path / "standing.json", tmp_path / "trust.json"
+    known = Trust()
+    for seed in range(6):
+        secret, public, _ = signing.new_key(f"site-{seed}", tmp_path)
+        known.add(f"site-{seed}", signing.read_public(public))
+        item = signing.sign(random_parcel(f"site-{seed}", seed=seed), signing.read_private(secret))
+        parcel.write(item, inbox / f"{seed}.parcel")
+    known.save(trust)
+    Ledger().save(ledger)
+    reads: list[str] = []
+    plain = files.read_json
+    monkeypatch.setattr(files, "read_json", lambda path: (reads.append(Path(path).name), plain(path))[1])
+    words = ("--watch", inbox, "--expect", 6, "--poll", "1s", "--trust", trust, "--require-signed", "--ledger", ledger)
+    done("fuse", *words, "--fusion", "fedavg", "--no-export", "--out", tmp_path / "global")
+    assert reads.count("trust.json") == 1
+    assert reads.count("standing.json") == 2  # and once more under its lock, when the crossings are added to it
+
+
+def test_a_ledger_or_trust_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    trust, ledger, known = tmp_path / "trust.json", tmp_path / "ledger.json", Trust()
+    known.save(trust)
+    Ledger().save(ledger)
+    item = random_parcel("a")
+    path = tmp_path / "a.parcel"
+    parcel.write(item, path)
+
+    def look() -> Manifest:
+        return open_gate("server", tmp_path / "out", trust=trust, ledger=ledger).check(path).manifest
+
+    assert look().sender == "a"
+    standing = Ledger()
+    standing.record("a", "server", 1, "d")
+    standing.save(ledger)
+    with pytest.raises(BadInput, match="second crossing"):
+        look()
+    Ledger().save(ledger)
+    assert look().sender == "a"
+    known.add("a", signing.read_public(signing.new_key("a", tmp_path)[1]))
+    known.save(trust)
+    with pytest.raises(BadInput, match="is not signed, and a signs"):
+        look()
+    trust.unlink()
+    with pytest.raises(BadInput, match="does not exist"):
+        look()
+
+
+# -- what SECURITY.md says
+
+
+def test_the_table_of_promises_names_tests_that_exist() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "(`tests/" in line]
+    assert len(rows) >= 13
+    for row in rows:
+        named = re.findall(r"`((?:tests/[\w/]*)?test_\w+\.py)`", row)
+        assert named, row
+        folder = Path(named[0]).parent
+        for name in named:
+            assert (ROOT / (name if "/" in name else folder / name)).is_file(), name

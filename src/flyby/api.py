@@ -33,9 +33,11 @@ from flyby.machine import as_a_site, pick_device
 from flyby.meeting.pipeline import Personal, check_site
 from flyby.meeting.pipeline import orient as personalise
 from flyby.meeting.settings import OrientSettings, stage_defaults
+from flyby.models.cost import Limits
 from flyby.parcels import parcel as parcels_file
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
+from flyby.parcels.signing import Trust
 from flyby.runs.config import RunConfig, make_config, plan
 from flyby.runs.folder import Result, Run
 from flyby.runs.methods import rule_for
@@ -89,8 +91,8 @@ def recipe_for(
         raise unknown("word of a training", strange[0], known)
     config = make_config(method, assignments=assignments(settings), **words)
     part = site.train
-    sample = Dataset(part.images[:1].numpy(), np.zeros(1, dtype=np.int64), site.class_names, "")
-    return plan(config, DataBundle("site", sample, mirror=site.mirror)).recipe
+    sample = Dataset(part.images.numpy(), np.zeros(len(part), dtype=np.int64), site.class_names, "")
+    return plan(config, DataBundle("site", sample, mirror=site.mirror)).normalised(sample).recipe
 
 
 def train(
@@ -236,27 +238,40 @@ def fuse(
     proxy: Dataset | None = None,
     seed: int = 0,
     device: str = "auto",
+    limits: Mapping[str, int] | None = None,
 ) -> Model:
-    """One model from many parcels, by the rule of the method they were trained by, or by another one.
+    """One model from many parcels, by the rule of the method they were trained by, or by another one. ``limits`` are
+    what ``--max-parameters``, ``--max-memory``, ``--max-side`` and ``--max-classes`` are: ``{"max_side": 2048}``.
 
     >>> sites = flyby.load("digits").split(clients=2, alpha=1.0)
     >>> flyby.fuse([flyby.train(site, method="fedavg", epochs=1) for site in sites])
     <Model single of 1 x cnn-small, 10 classes>
     """
-    inbox = Inbox(parcels)
+    inbox = Inbox(parcels, build(Limits, dict(limits or {}), "limits"))
     methods = [m.method for m in inbox.manifests]
     rule = rule_named(fusion or rule_for(methods), assignments(settings), methods)
     predictor = rule.fuse(inbox, Server(proxy, seed, pick_device(device)))
     return Model(predictor, device=device, card={"fusion": rule.name, "sites": len(inbox)})
 
 
-def load_model(folder: Path | str, *, device: str = "auto") -> Model:
-    """The model in a folder that ``model.save`` or ``flyby fuse`` wrote, in a run folder, or in a parcel.
+def load_model(
+    folder: Path | str,
+    *,
+    device: str = "auto",
+    trust: Path | str | None = None,
+    require_signed: bool = False,
+    limits: Mapping[str, int] | None = None,
+) -> Model:
+    """The model in a folder that ``model.save`` or ``flyby fuse`` wrote, in a run folder, or in a parcel. It is rebuilt
+    from its description and its tensors; nothing of the folder is run. ``trust`` and ``require_signed`` are what
+    ``--trust`` and ``--require-signed`` are, ``limits`` as in :func:`fuse`.
 
     >>> flyby.load_model(model_folder)
     <Model single of 1 x cnn-small, 10 classes>
     """
-    return Model(load_predictor(folder), device=device)
+    known = None if trust is None else Trust.load(trust)
+    allowed = build(Limits, dict(limits or {}), "limits")
+    return Model(load_predictor(folder, known, require_signed, allowed), device=device)
 
 
 def orient(
@@ -278,7 +293,7 @@ def orient(
     <Model single of 1 x cnn-small, 10 classes>
     """
     check_site(own, site, variant)
-    chosen = build(OrientSettings, {**stage_defaults(site.size)[1], **(settings or {})}, "orient")
+    chosen = build(OrientSettings, {**stage_defaults(site.size, variant)[1], **(settings or {})}, "orient")
     made: Personal = personalise(own, received, site, chosen, seed=seed, device=pick_device(device), variant=variant)
     return Model(made.predictor, device=device, card={"method": variant, "node": own.manifest.sender})
 

@@ -100,6 +100,8 @@ def main() -> None:
     except Exception as error:
         if "KeyboardInterrupt" in str(error):  # pydantic wraps one that comes while it makes a class
             _interrupted()
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # as Python says it, or torch
+            _fail("there is not enough memory for this; use smaller files, or a machine with more", 2)
         if type(error).__module__.split(".")[0] in ("click", "typer") and hasattr(error, "format_message"):
             _fail(error.format_message() or "see flyby --help", 2)
         raise

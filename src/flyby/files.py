@@ -9,18 +9,21 @@ import ctypes
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Generic, TypeVar
 
 from flyby.errors import BadInput
+
+T = TypeVar("T")
 
 
 def canonical(value: Any) -> bytes:
@@ -90,6 +93,15 @@ def write_json(path: Path | str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=False, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def plain(value: Any) -> Any:
+    """The same value for a JSON file: what is not a finite number becomes null."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_json(path: Path | str) -> Any:
     path = Path(path)
     try:
@@ -98,6 +110,24 @@ def read_json(path: Path | str) -> Any:
         raise BadInput(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not readable JSON ({error})") from None
+
+
+class Latest(Generic[T]):
+    """A file as ``load`` reads it: read once, and again only when it has changed, as its inode, size and times say."""
+
+    def __init__(self, load: Callable[[Path], T]) -> None:
+        self._load = load
+        self._kept: dict[Path, tuple[object, T]] = {}
+
+    def __call__(self, path: Path) -> T:
+        try:
+            now = path.stat()
+        except OSError:
+            return self._load(path)  # which says what is wrong with it
+        key, stamp = path.absolute(), (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+        if key not in self._kept or self._kept[key][0] != stamp:
+            self._kept[key] = stamp, self._load(path)
+        return self._kept[key][1]
 
 
 @contextmanager

@@ -424,7 +424,7 @@ def test_a_bad_parcel_is_one_line(case: str, shelf: Path, tmp_path: Path) -> Non
 
 
 def test_a_folder_or_nothing_in_place_of_a_parcel_is_one_line(shelf: Path, tmp_path: Path) -> None:
-    assert "is a folder" in one_line(call("inspect", tmp_path))
+    assert "is not a node's folder" in one_line(call("inspect", tmp_path))
     assert "does not exist" in one_line(call("inspect", tmp_path / "none.parcel"))
     assert "is a folder" in one_line(call("fuse", tmp_path, "--out", tmp_path / "out"))
     assert "does not exist" in one_line(call("fuse", tmp_path / "none.parcel", "--out", tmp_path / "out"))

@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from factories import WAIT, done
+from factories import WAIT, done, make_tree
 from flyby.data.dataset import DataBundle
 from flyby.data.splits import SPLITS, SplitSettings, make_split
 from flyby.fusion import FUSIONS, Inbox, load_predictor
@@ -276,7 +277,7 @@ def test_a_fused_model_is_loaded_without_flyby(tmp_path: Path) -> None:
         parcel.write(made(sender, weights=weights), tmp_path / f"{sender}.parcel")
     out = tmp_path / "global"
     done("fuse", tmp_path / "a.parcel", tmp_path / "b.parcel", "--fusion", "fedavg", "--out", out, "--device", "cpu")
-    (code,) = blocks("loading")
+    _, code = blocks("loading")
     assert len(code.splitlines()) == 5
     more = """
 import json, sys
@@ -291,14 +292,14 @@ with torch.no_grad():
         assert torch.allclose(torch.tensor(one), same(torch.zeros(1, 8, 8, 1, dtype=torch.uint8)), atol=1e-6)
         images = (torch.arange(3 * 64) % 256).to(torch.uint8).reshape(3, 8, 8, 1)
         assert torch.allclose(torch.tensor(three), same(images), atol=1e-6)
-    assert {path.name for path in out.iterdir()} == {name for row in tables("loading")[0][1:] for name in words(row[0])}
+    assert {path.name for path in out.iterdir()} == {name for row in tables("loading")[1][1:] for name in words(row[0])}
 
 
 # -- docs/splits.md
 
 
 def test_the_picture_of_the_splits_is_true(digits: DataBundle) -> None:
-    rules, picture, summary = tables("splits")
+    rules, _leaks, picture, summary = tables("splits")
     assert [words(row[0])[0] for row in rules[1:]] == list(SPLITS)
     assert f"({len(digits.train):,}, ten classes)" in page("splits")
     names = [words(row[0])[0] for row in picture[1:] if words(row[0])]
@@ -362,3 +363,40 @@ def test_exit_codes_are_those_of_the_command_line() -> None:
 
     stated = [int(row[0]) for row in tables("run-folder")[2][1:]]
     assert stated == [0, errors.BadInput.exit_code, errors.Diverged.exit_code, 130]
+
+
+# -- docs/satellites.md
+
+
+def test_the_commands_of_the_satellites_page_work_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = np.arange(60) % 2
+    noise = np.random.RandomState(0).randint(0, 120, (60, 16, 16, 3))
+    images = (noise + 130 * labels[:, None, None, None]).astype(np.uint8)
+    for part, rows in (("train", slice(40)), ("val", slice(40, 60))):
+        make_tree(tmp_path / "tiles" / part, images[rows], labels[rows], ("fire", "none"))
+    monkeypatch.chdir(tmp_path)
+    done("keys", "new", "sat-b", "--out", "keys-b")
+    neighbour = ("--key", "keys-b/sat-b.key", "--model", "cnn-small", "--epochs", 5, "--quiet", "--seed", 1)
+    done("train", "--data", "tiles", "--out", "inbox/sat-b.parcel", *neighbour)
+    less = [word for key in ("epochs=1", "distill_epochs=1", "distill_steps=0") for word in ("--set", key)]
+    shorter = [*less, "--no-export", "--device", "cpu"]
+    told = re.findall(r"^flyby .*$", page("satellites"), flags=re.M)
+    assert [line.split()[1] for line in told] == ["keys", "train", "keys", "orient", "orient", "inspect"]
+    said = [done(*line.split()[1:], *(shorter if " orient " in line else ())).out for line in told]
+    assert "sat-a, round 1: 1 new, 0 refused" in said[3]
+    assert "round 1 stands: nothing new came (0 new, 0 refused, 1 used in earlier rounds)" in said[4]
+    assert {path.name for path in (tmp_path / "node").iterdir()} == {
+        words(row[0])[0].split("/")[0] for row in tables("satellites")[1][1:]
+    }
+
+
+def test_the_sizes_on_the_satellites_page_are_those_of_the_files() -> None:
+    head, *rows = tables("satellites")[0]
+    for name, parameters, *sizes in rows:
+        spec = ModelSpec(name=words(name)[0], classes=2, channels=3, size=(64, 64))
+        assert parameters == f"{spec.parameter_count():,}"
+        weights = dict(spec.build().state_dict())
+        for codec, size in zip((words(cell)[0] for cell in head[2:]), sizes, strict=True):
+            assert size == f"{made('sat-a', spec=spec, codec=codec, weights=weights).size / 1000:,.0f}"

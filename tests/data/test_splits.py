@@ -31,7 +31,10 @@ def dataset(labels: Any, classes: int | None = None, groups: Any = None) -> Data
     labels = np.asarray(labels, dtype=np.int64)
     names = tuple(f"class {c}" for c in range(classes or int(labels.max(initial=0)) + 1))
     images = (np.arange(len(labels)) % 256).astype(np.uint8).reshape(-1, 1, 1, 1)
-    return Dataset(images, labels, names, digest=f"toy-{len(labels)}", groups=None if groups is None else tuple(groups))
+    row = np.arange(len(labels))  # twenty tiles a row, about a kilometre apart
+    places = np.column_stack([-73 + 0.014 * (row % 20), 45 + 0.009 * (row // 20)])
+    groups = None if groups is None else tuple(groups)
+    return Dataset(images, labels, names, digest=f"toy-{len(labels)}", groups=groups, places=places)
 
 
 def balanced(samples: int, classes: int) -> Dataset:
@@ -76,7 +79,8 @@ def test_every_split_keeps_its_promises(
     each = max(2, -(-present // clients)) if name == "by-label" else 2
     if name == "by-label" and (each > present or min(np.bincount(labels)[np.unique(labels)]) < clients):
         return
-    split = split_of(data, seed, name=name, clients=clients, alpha=alpha, min_size=1, labels=each, val=val, test=test)
+    more = {"labels": each, "patches": 3, "val": val, "test": test}
+    split = split_of(data, seed, name=name, clients=clients, alpha=alpha, min_size=1, **more)
     assert len(split.shares) == clients
     assert min(sizes(split)) >= 1
     for share in split.shares.values():
@@ -120,6 +124,7 @@ def test_a_site_keeps_its_parts_whatever_the_others_do() -> None:
 GOLDEN = {
     "by-column": "2c830d3e69ea08d3",
     "by-label": "fbd1a57cfa056be4",
+    "by-place": "be7648099a19db31",
     "dirichlet": "a276e483cb6a70bd",
     "dirichlet-client": "3977feffd23d7db9",
     "dirichlet-overlap": "0a1a05a1de232aea",
@@ -370,7 +375,7 @@ def stripes(count: int) -> Dataset:
 
 
 @pytest.mark.parametrize("copies", [0, 1, 3])
-def test_replicas_multiply_each_part_and_stay_in_it(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_of_training_images_only(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from flyby.data import site as module
 
     monkeypatch.setattr(
@@ -384,7 +389,7 @@ def test_replicas_multiply_each_part_and_stay_in_it(copies: int, monkeypatch: py
         for part, indices in (("train", share.train), ("val", share.val), ("test", share.test)):
             images, labels = getattr(site, part).images, getattr(site, part).labels
             assert images.dtype == torch.uint8
-            assert images.shape == ((copies + 1) * len(indices), 8, 8, 1)
+            assert images.shape == ((copies * (part == "train") + 1) * len(indices), 8, 8, 1)
             assert torch.equal(images[: len(indices)], torch.from_numpy(data.images[indices])), (
                 "the originals come first"
             )

@@ -292,3 +292,51 @@ def test_same_generator_same_bytes_and_the_input_is_left_alone(settings: ViewSet
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         ViewSettings(**settings)
+
+
+# -- images that have no up
+
+
+def squares(size: tuple[int, int]) -> Tensor:
+    """Images whose eight turned and mirrored forms are all different."""
+    return noise(256, size, channels=2)
+
+
+@pytest.mark.parametrize("size", [(6, 6), (6, 4)])
+def test_quarter_turns_are_exact_and_all_alike(size: tuple[int, int]) -> None:
+    images = squares(size)
+    turned, flat = seen(images, turns=True), plain(images)
+    forms = range(4) if size[0] == size[1] else (0, 2)
+    found = torch.stack([(turned == torch.rot90(flat, k, (2, 3))).flatten(1).all(1) for k in forms], 1)
+    assert (found.sum(1) == 1).all()
+    assert ((found.float().mean(0) - 1 / len(forms)).abs() < 0.1).all()
+
+
+def test_up_down_flips_and_turns_together_give_all_eight_forms() -> None:
+    images = squares((6, 6))
+    both, flat = seen(images, turns=True, vertical=0.5), plain(images)
+    forms = [torch.rot90(x, k, (2, 3)) for x in (flat, flat.flip(2)) for k in range(4)]
+    found = torch.stack([(both == form).flatten(1).all(1) for form in forms], 1)
+    assert (found.sum(1) == 1).all()
+    assert (found.float().mean(0) > 0.05).all()
+    assert torch.equal(seen(images, vertical=1.0), flat.flip(2))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_noise_is_in_units_of_the_normalised_image(channels: int) -> None:
+    images = noise(64, channels=channels)
+    mean, std = torch.full((channels,), 0.4), torch.full((channels,), 0.1)
+    clean, noisy = (augment(images, ViewSettings(noise=n), mean, std, generator(1)) for n in (0.0, 0.25))
+    apart = noisy - clean
+    assert abs(float(apart.mean())) < 0.01
+    assert float(apart.std()) == pytest.approx(0.25, abs=0.01)
+    assert torch.equal(noisy, augment(images, ViewSettings(noise=0.25), mean, std, generator(1)))
+    assert noisy.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_is_off_changes_no_draw_and_no_description() -> None:
+    images, given = noise(), {"crop": "pad", "flip": 0.5, "jitter": (0.4, 0.4, 0.4, 0.1), "grey": 0.2}
+    assert torch.equal(seen(images, **given), seen(images, **given, turns=False, vertical=0.0, noise=0.0))
+    assert not {"turns", "vertical", "noise"} & set(SALT.model_dump())
+    told = ViewSettings(turns=True, noise=0.5).model_dump(mode="json")
+    assert (told["turns"], told["noise"], ViewSettings(**told).noise) == (True, 0.5, 0.5)

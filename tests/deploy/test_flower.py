@@ -13,6 +13,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -33,6 +34,7 @@ from flyby.deploy.client import PARCEL, SERIAL, SITE, answer, reason
 from flyby.deploy.credentials import write_certificates, write_node_keys
 from flyby.deploy.local import Federation, interruptible
 from flyby.deploy.round import NodeSettings, Round, joined, read_node, read_round
+from flyby.deploy.scratch import take_dead
 from flyby.deploy.server import Roll, collect, conduct, prepare
 from flyby.deploy.trial import judged, named
 from flyby.errors import BadInput
@@ -194,7 +196,7 @@ def test_flower_itself_accepts_the_app_folder(tmp_path: Path) -> None:
         ({"method": "feddf"}, "proxy images"),
         ({"settings": "train.lr=nonsense"}, "train.lr"),
         ({"settings": "data.name=/etc"}, "may not say which data"),
-        ({"settings": "holdout=0.5"}, "may not say which data"),
+        ({"settings": "data.holdout=0.5"}, "may not say which data"),
         ({"require-signed": True}, "require-signed needs trust"),
         ({"min-site": 2}, "unknown run-config setting 'min-site'; did you mean 'min_sites'"),
     ],
@@ -262,7 +264,7 @@ def test_a_site_answers_with_the_parcel_of_flyby_train_signed_with_its_key(tmp_p
     assert made == (tmp_path / "a.parcel").read_bytes()
     trust = signing.Trust()
     trust.add("hospital-a", signing.read_public(public))
-    assert signing.verdict(parcel.from_bytes(made), trust).trusted_as == "hospital-a"
+    assert signing.verdict(signing.Signed.parcel(parcel.from_bytes(made)), trust).trusted_as == "hospital-a"
 
 
 def test_a_parcel_that_is_too_large_is_not_sent(tmp_path: Path) -> None:
@@ -726,7 +728,9 @@ def test_up_gives_what_run_gives_and_leaves_nothing(tmp_path: Path) -> None:
 @needs_flower
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_up_that_is_stopped_takes_everything_down(tmp_path: Path, number: signal.Signals) -> None:
+def test_up_that_is_stopped_takes_everything_down(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with up_process(tmp_path, "--nodes", 1) as process:
         wait_for(lambda: "SuperLink at" in said(tmp_path), "SuperLink")
         assert any("flower-superlink" in line for line in left_behind(str(tmp_path)))
@@ -734,6 +738,9 @@ def test_up_that_is_stopped_takes_everything_down(tmp_path: Path, number: signal
         code = process.wait(timeout=WAIT)
         wait_for(lambda: not left_behind(str(tmp_path)), "the end of all processes")
     if number == signal.SIGKILL:  # nobody was there to tidy up; but Linux ended what it had started
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert len([*take_dead("flyby-flower"), *take_dead("flyby-sites")]) == 2  # as the next one does first of all
+        assert not list(tmp_path.glob("flyby-*"))
         return
     assert code == 130
     assert said(tmp_path).endswith("flyby: interrupted\n")

@@ -21,7 +21,7 @@ from flyby.data.views import PLAIN
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
 from flyby.fusion.base import Server
-from flyby.fusion.ensembles.experts import ExpertsPredictor, ExpertsSettings, calibrated, expert_votes
+from flyby.fusion.ensembles.experts import ExpertsPredictor, ExpertsSettings, expert_votes
 from flyby.fusion.ensembles.iffi import Iffi, IffiSettings, class_votes
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
@@ -34,7 +34,7 @@ from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 from flyby.statistics import calibration
-from flyby.statistics.calibration import calibrate, scraps, shuffle_patches
+from flyby.statistics.calibration import calibrate, calibrated, scraps, shuffle_patches
 from flyby.training.loop import shared_counts
 from flyby.training.settings import Counts, TrainSettings
 
@@ -264,10 +264,10 @@ def test_experts_ask_for_what_they_need_by_name() -> None:
     silent = made(1, extras={})
     with pytest.raises(
         BadInput,
-        match=r"experts-calibrated needs calibration scalars \[3, 3\] and site-1 sent none; use --fusion experts",
+        match=r"site-1 sent no calibration; use --fusion experts",
     ):
         FUSIONS["experts-calibrated"]().fuse(Inbox([made(0), silent]))
-    with pytest.raises(BadInput, match=r"and site-1 sent \[3, 4\]"):
+    with pytest.raises(BadInput, match=r"that site-1 sent .* is F32 \[3, 4\] and must be F32 \[3, 3\]"):
         FUSIONS["experts-calibrated"]().fuse(Inbox([made(0), made(1, table=torch.zeros(3, 4))]))
     assert bool(scores(FUSIONS["experts"]().fuse(Inbox([made(0), silent])), images()).isfinite().all())
     with pytest.raises(BadInput, match=r"unknown form of experts 'gates'; did you mean 'gate'"):

@@ -12,12 +12,24 @@ from torch import Tensor, nn
 from factories import STRIPES, quick, random_parcel, small_spec, striped_site
 from flyby.errors import BadInput
 from flyby.meeting import Candidate
-from flyby.meeting.adapt import finetune, posttune, prune, shrink
+from flyby.meeting.adapt import Desk, accuracy_by_size, finetune, posttune, prune, shrink
 from flyby.meeting.measure import flops, latency_ms
-from flyby.meeting.prune import Gated, Masked, channel_groups, folded, gated_layers, keep_masks, removed, scaled
+from flyby.meeting.prune import (
+    Gated,
+    Masked,
+    channel_groups,
+    folded,
+    gated_layers,
+    keep_masks,
+    masks_to_size,
+    narrowed,
+    removed,
+    scaled,
+    share_in_time,
+)
 from flyby.meeting.settings import Backend
 from flyby.meeting.stack import Stack
-from flyby.meeting.tuning import Problem, Stepper, tune
+from flyby.meeting.tuning import Budget, Problem, Stepper, tune
 from flyby.models import ModelSpec, Network
 from flyby.parcels import parcel
 from flyby.rng import generator
@@ -202,6 +214,71 @@ def test_what_goes_is_weak_everywhere_and_never_a_whole_layer() -> None:
     assert set(coupled) == {"backbone.conv1", "backbone.layer1.0.conv2", "backbone.layer1.1.conv2"}
 
 
+@pytest.mark.parametrize(("name", "size"), ARCHITECTURES)
+def test_pruning_to_a_size_reaches_it_and_takes_no_more_than_needed(name: str, size: int) -> None:
+    spec, share = small_spec(name, size, width=0.25), 0.3
+    states = [busy(spec, seed).state_dict() for seed in (0, 5)]
+    masks = masks_to_size(Stack.of(spec, states, "cpu"), share)
+    assert set(masks) == set(gated_layers(spec))
+    for m, state in enumerate(states):
+        network = spec.build()
+        network.load_state_dict(state)
+        smaller = removed(network.eval(), {n: mask[m] for n, mask in masks.items()})
+        count = sum(p.numel() for p in smaller.parameters())
+        assert count == smaller.spec.parameter_count() <= share * spec.parameter_count()
+        assert count > share * spec.parameter_count() * 0.8, "no more than needed"
+        assert all(int(mask[m].sum()) >= 1 for mask in masks.values())
+    whole = masks_to_size(Stack.of(spec, states, "cpu"), 1.0)
+    assert all(bool(mask.all()) for mask in whole.values())
+
+
+def test_the_weakest_channels_go_first_whatever_their_layer() -> None:
+    spec = ModelSpec(name="mlp", classes=2, channels=1, size=(1, 2), widths={"fc1": 2, "fc2": 2})
+    weights = random_parcel("b", spec, counts=(1, 1), names=("x", "y")).weights
+    weights["backbone.fc1.weight"] = torch.tensor([[30.0, 40.0], [0.0, 20.0]])  # 50 and 20: .57 of the layer's mean
+    weights["backbone.fc2.weight"] = torch.tensor([[0.3, 0.0], [0.0, 0.1]])  # .3 and .1: .5 of it
+    stack = Stack.of(spec, [weights], "cpu")
+    whole = spec.parameter_count()
+    assert whole == (2 * 2 + 2) + (2 * 2 + 2) + (2 * 2 + 2)
+    one = masks_to_size(stack, 17 / whole)
+    assert one["backbone.fc1"].tolist() == [[1, 1]]
+    assert one["backbone.fc2"].tolist() == [[1, 0]], "without it 6 + 3 + 4 = 13"
+    two = masks_to_size(stack, 12 / whole)
+    assert two["backbone.fc1"].tolist() == [[1, 0]], "3 + 2 + 4 = 9"
+    assert narrowed(spec, {n: m[0] for n, m in two.items()}).parameter_count() == 9
+    assert masks_to_size(stack, 1 / whole)["backbone.fc2"].tolist() == [[1, 0]], "the strongest of a layer stays"
+
+
+def test_milliseconds_become_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that takes a thousandth of a millisecond for a parameter and an image."""
+    spec, site = small_spec(), striped_site("a", count=8)
+    monkeypatch.setattr(
+        "flyby.meeting.prune.latency_ms", lambda network, x: network.spec.parameter_count() * len(x) / 1000
+    )
+    stack = Stack.of(spec, [random_parcel("a", spec).weights], "cpu")
+    most = spec.parameter_count() / 1000
+    assert share_in_time(stack, most, site) == 1.0
+    share = share_in_time(stack, most / 2, site)
+    assert 0.45 <= share <= 0.55
+    assert share_in_time(stack, most / 1e6, site) < 0.05
+
+
+def test_accuracy_against_size() -> None:
+    spec, site = small_spec(), striped_site("a")
+    group, own = neighbours(spec, 2), Candidate.of(random_parcel("a", spec, 9), "cpu")
+    before = [dict(c.state) for c in group]
+    rows = accuracy_by_size(group, own, Desk(site, quick(epochs=1), (0,)), (1.0, 0.3))
+    assert [row["share"] for row in rows] == [1.0, 0.3]
+    assert rows[0]["parameters"] == spec.parameter_count()
+    assert 0 < rows[1]["parameters"] <= 0.3 * spec.parameter_count()
+    assert rows[1]["flops"] < rows[0]["flops"]
+    assert all(0 <= row["accuracy"] <= 1 and row["log_loss"] > 0 for row in rows)
+    for candidate, state in zip(group, before, strict=True):
+        assert candidate.spec == spec
+        assert candidate.stays is None
+        assert all(torch.equal(t, state[n]) for n, t in candidate.state.items()), "copies were pruned, not these"
+
+
 def test_depthwise_filters_go_with_what_they_read() -> None:
     groups = channel_groups(small_spec("mobilenetv2", width=0.12))
     assert ("backbone.features.2.conv.1.0", "backbone.features.2.conv.0.0") in [
@@ -289,9 +366,9 @@ def test_together_is_one_by_one(name: str, size: int, backend: Backend) -> None:
     for together in (True, False):
         settings = quick(together=together, backend=backend, epochs=2, lr=0.01, reduction="sum")
         group, own = neighbours(spec), Candidate.of(random_parcel("a", spec, 9), "cpu")
-        finetune(group, site, settings, (0,))
-        prune(group, own, site, settings, (0,))
-        posttune(group, site, settings, (0,))
+        finetune(group, Desk(site, settings, (0,)))
+        prune(group, own, Desk(site, settings, (0,)))
+        posttune(group, Desk(site, settings, (0,)))
         shrink(group, site, settings)
         found.append(group)
     for left, right in zip(*found, strict=True):
@@ -366,8 +443,8 @@ def test_pruning_makes_networks_smaller_when_it_is_asked_to() -> None:
     spec, site = small_spec(), striped_site("a")
     settings = quick(gamma_shared=3.0, lambda_p=0.0, reduction="sum", epochs=12, patience=12, lr=0.02, diagnostics=True)
     group, own = neighbours(spec, 2), Candidate.of(random_parcel("a", spec, 9), "cpu")
-    finetune(group, site, settings, (0,))
-    prune(group, own, site, settings, (0,))
+    finetune(group, Desk(site, settings, (0,)))
+    prune(group, own, Desk(site, settings, (0,)))
     shrink(group, site, settings)
     assert any(c.facts["parameters_after"] < c.facts["parameters_before"] for c in group)
     for c in group:
@@ -377,6 +454,16 @@ def test_pruning_makes_networks_smaller_when_it_is_asked_to() -> None:
         if c.facts["parameters_after"] < c.facts["parameters_before"]:
             assert c.facts["flops_after"] < c.facts["flops_before"]
             assert c.facts["latency_ms_after"] > 0
+
+
+def test_when_the_time_is_over_no_further_epoch_and_no_further_group() -> None:
+    spec, site = small_spec("mlp", width=0.1), striped_site("a")
+    group = neighbours(spec, 3)
+    finetune(group, Desk(site, quick(together=False), (0,), until=0.0))
+    assert all("finetune_epochs" not in c.facts for c in group), "the time was over before the first"
+    stack = Stack.of(spec, [group[0].state], "cpu")
+    assert tune(stack, Problem(), site, quick(), Budget(3, until=0.0), (0,)).epochs == [1], "an epoch is not cut short"
+    assert tune(stack, Problem(), site, quick(), Budget(3), (0,)).epochs == [3]
 
 
 def test_scaled_leaves_the_head_alone() -> None:

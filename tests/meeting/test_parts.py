@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from factories import quick, random_parcel, small_spec, striped_site
+from flyby.data.views import PLAIN
 from flyby.errors import BadInput
 from flyby.meeting import Candidate, Schedule, make_schedule
 from flyby.meeting.bounds import smoothness, theorem_1, theorem_2
 from flyby.meeting.collect import newcomers, record_round, retain, stayers
-from flyby.meeting.distill import Distilled
-from flyby.meeting.ensemble import combine, fit_weights
+from flyby.meeting.distill import UNKNOWN, Distilled, epoch_steps, study_material
+from flyby.meeting.ensemble import ask, combine, fit_weights
 from flyby.meeting.layers import cosine, layers_of, match, shared_layers, unshared_layers
+from flyby.meeting.pipeline import paired_gain
 from flyby.meeting.select import top_k
 from flyby.meeting.stack import Stack
-from flyby.meeting.tuning import tune
+from flyby.meeting.tuning import epoch_order, tune
 from flyby.objectives.kd import softened_kl
 from flyby.parcels.ledger import Ledger, SecondCrossing
 
@@ -104,11 +106,11 @@ def test_crossings_carry_their_round_and_happen_once() -> None:
         record_round(ledger, schedule, 1, dict.fromkeys("abc", (10, "d")))
 
 
-def test_the_best_peers_stay_and_leave_a_place_for_the_node_itself() -> None:
-    peers = [Candidate(f"n{i}", small_spec(), {}, score=score) for i, score in enumerate((0.2, 0.9, 0.5, 0.9))]
-    assert [c.sender for c in retain(peers, 4, 3)] == ["n1", "n3"]
-    assert retain(peers, 4, 1) == []
-    assert len(retain(peers, 2, 9)) == 2
+def test_the_best_of_the_chosen_stay_and_leave_a_place_for_the_node_itself() -> None:
+    chosen = [Candidate(f"n{i}", small_spec(), {}) for i in (1, 3, 0)]
+    assert [c.sender for c in retain(chosen, 4, 3)] == ["n1", "n3"]
+    assert retain(chosen, 4, 1) == []
+    assert len(retain(chosen, 2, 9)) == 2
 
 
 # Shared layers
@@ -265,3 +267,111 @@ def test_smoothness_finds_the_anchors_curvature_where_nothing_else_bends() -> No
         teacher = stack.logits(spec.prepare(site.train.images))[0]
     problem = Distilled(stack, teacher, quick(anchor=1000.0))
     assert smoothness(stack, problem, site.train.images, rounds=4) == pytest.approx(2000, rel=0.01)
+
+
+# fol-plus
+
+
+def test_weights_with_a_prior_are_those_of_a_grid() -> None:
+    """Three members, five images: the least of mean cross-entropy + s KL(uniform || w) / N over a fine grid of the
+    simplex."""
+    rng = torch.Generator().manual_seed(3)
+    logits, labels = 2 * torch.randn(3, 5, 4, generator=rng, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 0])
+    steps = 200
+    grid = [(i / steps, j / steps, (steps - i - j) / steps) for i in range(1, steps) for j in range(1, steps - i)]
+    points = torch.tensor(grid, dtype=torch.float64)
+    answers = torch.einsum("pk,knc->pnc", points, logits)
+    fit = nn.functional.cross_entropy(answers.transpose(1, 2), labels.expand(len(points), -1), reduction="none").mean(1)
+    for prior in (0.5, 4.0):
+        best = points[(fit + prior / 5 * (-points.log().mean(1) - math.log(3))).argmin()]
+        torch.testing.assert_close(fit_weights(logits, labels, prior=prior), best, rtol=0, atol=1 / steps)
+
+
+def test_a_prior_goes_from_the_fit_to_uniform() -> None:
+    """One image that the first of two members gets right: without a prior all the weight is its, with a huge one half.
+    In between by hand: logits (+a, -a), d/dw of log(1 + exp(-2a(2w - 1))) - s/2 (log w + log(1 - w)) is 0 at w."""
+    logits = torch.tensor([[[1.0, -1.0]], [[-1.0, 1.0]]])
+    label = torch.tensor([0])
+    assert float(fit_weights(logits, label)[0]) > 0.99
+    assert float(fit_weights(logits, label, prior=1e6)[0]) == pytest.approx(0.5, abs=1e-3)
+    w = float(fit_weights(logits, label, prior=1.0)[0])
+    assert 4 / (1 + math.exp(2 * (2 * w - 1))) == pytest.approx((1 / w - 1 / (1 - w)) / -2, rel=1e-3)
+
+
+def test_the_gradient_with_t_squared_is_that_of_warm_probabilities() -> None:
+    """T^2 KL(softmax(z/T) || softmax(f/T)) has the gradient T (q - p) in f; without the factor it is (q - p) / T."""
+    spec = small_spec("mlp", width=0.1)
+    stack = Stack.of(spec, [random_parcel("a", spec).weights], "cpu")
+    teacher, student = torch.tensor([[0.0, 0.0, 8.0]]), torch.tensor([[[4.0, 0.0, 0.0]]], requires_grad=True)
+    difference = (student.detach()[0] / 4).softmax(1) - (teacher / 4).softmax(1)
+    for squared, factor in ((True, 4.0), (False, 1 / 4)):
+        problem = Distilled(stack, teacher, quick(temperature_squared=squared))
+        loss = problem.data_term(student, torch.tensor([2]), torch.tensor([0])).sum()
+        torch.testing.assert_close(torch.autograd.grad(loss, student)[0][0], factor * difference)
+
+
+def test_labels_count_where_there_are_any() -> None:
+    spec = small_spec("mlp", width=0.1)
+    problem = Distilled(
+        Stack.of(spec, [random_parcel("a", spec).weights], "cpu"), torch.zeros(3, 3), quick(label_loss=0.3)
+    )
+    logits = torch.zeros(1, 3, 3)
+    logits[0, 1, 0] = math.log(2)
+    kl = float(softened_kl(logits[0], torch.zeros(3, 3), 4.0).mean())
+    rows = torch.arange(3)
+    told = problem.data_term(logits, torch.tensor([UNKNOWN, 0, 2]), rows)
+    assert float(told) == pytest.approx(kl + 0.3 * (math.log(2) + math.log(3)) / 2)
+    assert float(problem.data_term(logits, torch.full((3,), UNKNOWN), rows)) == pytest.approx(kl)
+
+
+def test_a_pool_holds_views_of_every_image_and_of_those_without_a_label() -> None:
+    site, spec = striped_site("a", count=12, size=24), small_spec(size=24)
+    more = striped_site("b", count=5, size=24).train.images
+    plain = study_material(site, spec, quick(), None, (0,))
+    assert torch.equal(plain.images, site.train.images)
+    pool = study_material(site, spec, quick(pool=3), more, (0,))
+    count = len(site.train) + len(more)
+    assert len(pool) == 4 * count, "the images themselves, and three views of each"
+    assert torch.equal(pool.images[: len(site.train)], site.train.images)
+    assert pool.images.dtype == torch.uint8
+    assert torch.equal(pool.labels[:count], torch.cat([site.train.labels, torch.full((len(more),), UNKNOWN)]))
+    assert not torch.equal(pool.images[:count], pool.images[count : 2 * count])
+    still = study_material(site, spec, quick(pool=2, views=PLAIN), None, (0,))
+    assert torch.equal(still.images, site.train.images.repeat(3, 1, 1, 1)), (
+        "no view, no change: bytes come back as bytes"
+    )
+
+
+def test_an_epoch_of_distillation_has_enough_steps() -> None:
+    settings = quick(batch=32, distill_epochs=20, distill_steps=1800)
+    assert epoch_steps(70, settings) == 90, "three steps a pass would be 60 in all"
+    assert epoch_steps(6400, settings) == 200
+    assert epoch_steps(70, quick(batch=32, distill_epochs=20)) == 3
+    order = epoch_order(70, 32, (0, "order", 1), 7, torch.device("cpu"))
+    assert [len(rows) for rows in order] == [32] * 7
+    a_pass = epoch_order(70, 32, (0, "order", 1), None, torch.device("cpu"))
+    assert len(a_pass) == 3
+    assert all(torch.equal(a, b) for a, b in zip(a_pass, order, strict=False)), "the first pass is the usual one"
+    assert not torch.equal(order[0], order[3])
+    assert set(torch.cat(order[3:6]).tolist()) == set(range(70))
+
+
+def test_asking_the_teacher_is_asking_its_members() -> None:
+    site, specs = striped_site("a"), [small_spec(), small_spec("mlp", width=0.1), small_spec()]
+    members = [Candidate.of(random_parcel(f"n{i}", spec, i), "cpu") for i, spec in enumerate(specs)]
+    weights = (0.5, 0.3, 0.2)
+    with torch.no_grad():
+        expected = sum(w * c.network()(c.spec.prepare(site.val.images)) for w, c in zip(weights, members, strict=True))
+    said = ask(dict(zip(members, weights, strict=True)), site.val.images, quick())
+    torch.testing.assert_close(said, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_paired_gain_by_hand() -> None:
+    """Log-losses log 2, log 2, log 4 before and 0, log 2, log 2 after: gains log 2, 0, log 2."""
+    sure = 1e9
+    old = torch.tensor([[0.0, 0.0, -sure, -sure], [0.0, 0.0, -sure, -sure], [0.0, 0.0, 0.0, 0.0]])
+    new = torch.tensor([[sure, 0.0, 0.0, 0.0], [0.0, 0.0, -sure, -sure], [0.0, 0.0, -sure, -sure]])
+    gain, error = paired_gain(old, new, torch.zeros(3, dtype=torch.long))
+    assert gain == pytest.approx(2 / 3 * math.log(2))
+    assert error == pytest.approx(math.log(2) / 3)
+    assert paired_gain(old[:1], new[:1], torch.zeros(1, dtype=torch.long))[1] == math.inf

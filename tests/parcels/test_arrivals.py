@@ -523,6 +523,8 @@ def test_orient_waits_for_neighbours_and_does_not_count_itself(inbox: Path, sent
         "epochs=1",
         "--set",
         "orient.distill_epochs=1",
+        "--set",
+        "orient.distill_steps=0",
         "--watch",
         "--poll",
         "0.2s",

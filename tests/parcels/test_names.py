@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import random_parcel
+from flyby.deploy.client import PARCEL, SERIAL
 from flyby.deploy.credentials import write_node_keys
+from flyby.deploy.round import read_node
+from flyby.deploy.server import Roll, _take_in
 from flyby.errors import BadInput
-from flyby.names import as_name, check_name
-from flyby.parcels import signing
+from flyby.names import PATTERN, as_name, check_name
+from flyby.parcels import parcel, signing
+from flyby.parcels.gate import Gate
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.signing import PublicKey, Trust
+from flyby.runs.config import make_config
+from flyby.runs.site import train_parcel
 
 RAW = bytes(range(32))
 KEY = base64.b64encode(RAW).decode()
@@ -54,6 +63,42 @@ def public_file(folder: Path, name: str) -> None:
     assert signing.read_public(written(folder / "named.pub", f"flyby-ed25519 {KEY} {name}\n")).sender == name
 
 
+class Content(dict[str, dict[str, SimpleNamespace]]):
+    """As much of Flower's RecordDict as the server looks at."""
+
+    config_records: ClassVar[dict[str, object]] = {}
+
+    @property
+    def array_records(self) -> Content:
+        return self
+
+
+def flower_answer(folder: Path, name: str) -> None:
+    """A parcel from a node that was registered under a name: into the inbox, or nowhere at all."""
+    if not name:  # a node without a name goes by its number
+        raise BadInput("no name")
+    inbox = folder / "deep" / "inbox"
+    roll = Roll(Gate(), inbox)
+    good = re.fullmatch(PATTERN, name) is not None
+    data = parcel.to_bytes(random_parcel(name)) if good else b"junk"
+    array = SimpleNamespace(stype=SERIAL, data=data)
+    reply = SimpleNamespace(has_error=lambda: False, content=Content({PARCEL: {PARCEL: array}}))
+    _take_in(reply, 7, {7: name}, roll, 0.0)
+    found = {path for path in folder.rglob("*") if path.is_file()}
+    assert found <= {inbox / f"{name}.parcel"}
+    if roll.failed:
+        raise BadInput(roll.failed[0]["reason"])
+    assert found
+
+
+def trained(folder: Path, name: str) -> None:
+    """What ``flyby train --site NAME`` says of a name, before any data is looked for."""
+    with pytest.raises(BadInput) as caught:
+        train_parcel(make_config("fedavg", data={"name": str(folder / "nowhere")}), folder / "x.parcel", name)
+    if "nowhere" not in str(caught.value):
+        raise caught.value
+
+
 DOORS: dict[str, Callable[[Path, str], object]] = {
     "the rule": lambda folder, name: check_name(name),
     "a parcel": lambda folder, name: random_parcel(name),
@@ -65,6 +110,9 @@ DOORS: dict[str, Callable[[Path, str], object]] = {
     "trust": lambda folder, name: Trust().add(name, PublicKey(RAW)),
     "a trust file": trust_file,
     "a node of Flower": write_node_keys,
+    "a node's own settings": lambda folder, name: read_node({"data": "digits", "site": name or ".."}),
+    "an answer over Flower": flower_answer,
+    "a site that trains": trained,
 }
 
 

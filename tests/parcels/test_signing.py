@@ -21,7 +21,7 @@ from flyby.parcels import parcel, signing
 from flyby.parcels.container import ParcelError
 from flyby.parcels.gate import Gate, Refused
 from flyby.parcels.parcel import Parcel
-from flyby.parcels.signing import BadSignature, PrivateKey, Trust
+from flyby.parcels.signing import BadSignature, PrivateKey, Signed, Trust
 
 # RFC 8032, section 7.1: secret key, public key, message, signature.
 VECTORS = {
@@ -148,16 +148,16 @@ def test_a_changed_byte_anywhere_is_refused(
 
 def test_every_byte_of_the_signature_block_counts(signed: dict[str, Parcel]) -> None:
     item = signed["site-a"]
-    text = item.manifest.to_bytes()
+    text = Signed.parcel(item).content
     for place in range(97):
         bent = bytearray(item.signature)
         bent[place] ^= 0x10
         with pytest.raises(BadSignature):
-            signing.signer_of(text, bytes(bent), "x")
+            Signed("site-a", text, bytes(bent)).signer("x")
     for block in (item.signature[:-1], item.signature + b"\0", b"\x01", bytes(97), b"\x02" + item.signature[1:]):
         with pytest.raises(BadSignature):
-            signing.signer_of(text, block, "x")
-    assert signing.signer_of(text, b"", "x") is None
+            Signed("site-a", text, block).signer("x")
+    assert Signed("site-a", text, b"").signer("x") is None
 
 
 def refusal(item: Parcel, **options: object) -> Refused:

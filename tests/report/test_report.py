@@ -605,17 +605,46 @@ def make_population(folder: Path) -> Path:
 def test_nodes_that_met_are_read_from_the_folder(tmp_path: Path) -> None:
     folder = make_population(tmp_path / "run")
     page = page_of(folder)
-    head, first, second, mean = next(t for t in page.tables.values() if t and t[0][0] == "node")
+    head, first, second, mean, error, over, spread, p = next(t for t in page.tables.values() if t and t[0][0] == "node")
     assert head == ["node", "model", "train", "val", "test", "local", "FOL E=1", "FOL-A E=1"]
     assert first == ["site-2", "mlp", "40", "9", "9", "0.25", "0.75", "0.5"], "in the result's order"
     assert second[0] == "site-0"
     assert mean == ["mean", "", "40", "9", "9", "0.375", "0.625", "0.5"]
+    assert error == ["±", "", "–", "–", "–", "0.125", "0.125", "0"]
+    assert over == ["over local", "", "–", "–", "–", "–", "0.25", "0.125"], "at the same nodes"
+    assert spread == ["±", "", "–", "–", "–", "–", "0.25", "0.125"]
+    assert p == ["p", "", "–", "–", "–", "–", "1", "1"], "one node moved: either sign is as likely"
+    assert "On common images" not in page.text, "there were none"
     assert "a node that was not judged" not in page.text
     assert "refused <x>: bad" in page.text
     assert "site-0 (0.75)" in page.text
     bounds = next(t for t in page.tables.values() if t and "Theorem 1, ours" in t[0])
     assert bounds[1] == ["site-2", "1", "–", "2", "1", "0.5", "0.25", "says nothing", "0.1"], "no number is a dash"
     assert any("site-2 75.0" in word for word in page.words), "the slope chart names few nodes"
+
+
+def test_nodes_on_common_images(tmp_path: Path) -> None:
+    folder = make_population(tmp_path / "run")
+    for name in ("site-0", "site-2"):
+        path = folder / "nodes" / f"{name}.json"
+        facts = json.loads(path.read_text())
+        figures = {"accuracy": 0.5, "log_loss": 0.7, "calibration_error": 0.1}
+        better = figures | {"accuracy": 0.75, "log_loss": 0.6}
+        facts["common"] = {"images": 1234, "local": figures}
+        facts["rounds"][0]["common"] = {"images": 1234, "student": better, "teacher": better}
+        path.write_text(json.dumps(facts | {"answer_common": 0.75}))
+    page = page_of(folder)
+    assert "on 1,234 images that no node trained on" in page.text
+    assert "local 0.5000 ± 0.0000, FOL E=1 0.7500 ± 0.0000 (+25.0 points; 2 up, 0 down, p 0.500)" in page.text
+    table = next(t for t in page.tables.values() if t and t[0][1:] == ["train", "local", "FOL E=1", "FOL-A E=1"])
+    assert table[1] == ["site-2", "40", "0.5", "0.75", "0.75"]
+    more = next(t for t in page.tables.values() if t and "log-loss" in t[0])
+    assert more == [
+        ["", "log-loss", "calibration error"],
+        ["local", "0.7000 ± 0.0000", "0.1000 ± 0.0000"],
+        ["FOL E=1", "0.6000 ± 0.0000", "0.1000 ± 0.0000"],
+        ["FOL-A E=1", "0.6000 ± 0.0000", "0.1000 ± 0.0000"],
+    ]
 
 
 def test_a_section_of_one_s_own_stands_beside_the_nodes(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ RUNS: dict[str, list[str]] = {
             "3",
             "--quiet",
         ),
-        *("--set", "orient.epochs=2", "--set", "orient.distill_epochs=2", "--eval-nodes", "0,3", "--seed", "3"),
+        *("--set", "orient.epochs=2", "--set", "orient.distill_epochs=2", "--set", "orient.distill_steps=0"),
+        *("--eval-nodes", "0,3", "--seed", "3"),
     ],
 }
 
@@ -132,7 +133,9 @@ def of_run(folder: Path) -> dict[str, Any]:
         if (folder / name).exists():
             found[name] = sha((folder / name).read_bytes())
     crossings = json.loads((folder / "ledger.json").read_text())["crossings"]  # a digest covers the versions too
-    found["ledger.json"] = of_json([{k: v for k, v in one.items() if k != "digest"} for one in crossings])
+    found["ledger.json"] = of_json(
+        [{k: v for k, v in one.items() if k not in ("digest", "weights")} for one in crossings]
+    )
     for path in sorted((folder / "personal").glob("*/model.safetensors")):
         found[f"personal/{path.parent.name}"] = sha(path.read_bytes())
     return found
@@ -147,7 +150,7 @@ def of_sites(folder: Path, flyby: Command) -> dict[str, Any]:
     flyby("fuse", *map(str, paths), "--fusion", "experts", "--out", str(folder / "global"))
     flyby(
         *("orient", "--own", str(paths[0]), "--received", str(folder), "--data", "digits", "--out", str(folder / "me")),
-        *("--set", "epochs=1", "--set", "distill_epochs=1", "--method", "fol-n"),
+        *("--set", "epochs=1", "--set", "distill_epochs=1", "--set", "distill_steps=0", "--method", "fol-n"),
     )
     return {
         **{path.stem: of_parcel(path) for path in paths},

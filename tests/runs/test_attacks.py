@@ -418,6 +418,7 @@ def test_a_poisoned_neighbourhood(tmp_path: Path) -> None:
         "orient.top=3",
         "orient.epochs=2",
         "orient.distill_epochs=2",
+        "orient.distill_steps=0",
     ]
     words += ["orient.eval_nodes=[0,1]", "orient.diagnostics=false", "attack.kind=random", "attack.share=0.5"]
     shape = {"name": "fol", "clients": 6, "alpha": 5.0}

@@ -92,6 +92,8 @@ def orient(parcels: list[Path], data: Path, out: Path) -> tuple[object, ...]:
         "epochs=1",
         "--set",
         "orient.distill_epochs=1",
+        "--set",
+        "orient.distill_steps=0",
     )
 
 

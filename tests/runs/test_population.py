@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ QUICK = (
     "orient.epochs=2",
     "--set",
     "orient.distill_epochs=2",
+    "--set",
+    "orient.distill_steps=0",
 )
 FLEET = (
     "--split",
@@ -80,11 +83,14 @@ def test_a_population_run(tmp_path: Path, data: Path) -> None:
     assert result["local_per_client"]["site-1"] == node["local"]
     assert load_predictor(out / "personal" / "site-1").kind == "single"
     sections = sections_of(RunData.read(out))
-    assert [s["title"] for s in sections] == ["Node by node", "What the theorems say", "Pruning", "Meetings"]
+    common = ["On common images", "More than accuracy"]
+    assert [s["title"] for s in sections] == ["Node by node", *common, "What the theorems say", "Pruning", "Meetings"]
     assert sections[0]["table"]["columns"][-4:] == ["FOL E=1", "FOL E=2", "FOL-A E=1", "FOL-A E=2"]
     page = (out / "report.html").read_text()
     assert 'id="s-extra-0"' in page
     assert 'aria-label="Node by node"' in page, "the slope chart"
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids)), "two charts of one run do not share names"
 
     # The same schedule replayed from its file, the same uploads, another variant: only the end differs.
     before = (out / "schedule.json").read_bytes()
@@ -225,6 +231,8 @@ def test_one_real_node_with_an_inbox(tmp_path: Path, data: Path) -> None:
         "epochs=2",
         "--set",
         "orient.distill_epochs=2",
+        "--set",
+        "orient.distill_steps=0",
         "--no-export",
         "--json",
     )
@@ -300,7 +308,10 @@ def test_digits_fol_a_beats_fol_beats_local_and_adapting_pays(tmp_path: Path) ->
         "run", "--method", "fol,fol-n", "--data", "digits", *words, *half, "--device", "cpu", "--out", tmp_path / "runs"
     )
     tables = {name: sections_of(RunData.read(tmp_path / "runs" / name))[0]["table"] for name in ("fol", "fol-n")}
-    means = {name: dict(zip(table["columns"], table["rows"][-1], strict=True)) for name, table in tables.items()}
+    means = {
+        name: next(dict(zip(table["columns"], row, strict=True)) for row in table["rows"] if row[0] == "mean")
+        for name, table in tables.items()
+    }
     fol = means["fol"]
     assert fol["FOL-A E=1"] >= fol["FOL E=1"] >= fol["local"] > 0.75
     assert fol["FOL E=1"] > means["fol-n"]["FOL-N E=1"]

@@ -58,6 +58,76 @@ def test_a_node_table_by_hand() -> None:
     assert lines[-1] == "Published, for its own nodes 13, 28: Table 1."
 
 
+def judged(local: float, student: float, common: tuple[float, float], more: dict[str, Any] | None = None) -> Any:
+    """One node of one round: on its own 20 images, and on 1,000 common ones."""
+    one: dict[str, Any] = {"images": 20, "local": local, "student": [student], "teacher": [student]}
+    one["common"] = {"images": 1000, "local": common[0], "student": [common[1]], "teacher": [common[1]]}
+    return one | ({"more": more} if more else {})
+
+
+def table_of(lines: list[str]) -> dict[str, dict[str, str]]:
+    head, _, *body = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    heads = [f"{name}{head[:place].count(name) or ''}" for place, name in enumerate(head)]
+    return {cells[0]: dict(zip(heads, cells, strict=True)) for cells in body}
+
+
+def test_many_nodes_by_hand() -> None:
+    """Six nodes, each ten points above its local model on the common images: 2 of 2^6 sign flips are as far from 0."""
+    nodes = {f"n{i}": judged(0.5, 0.5 + 0.1 * (-1) ** i, (0.6, 0.7)) for i in range(6)}
+    fol = row("fol", 0, {}) | {"by_round": nodes}
+    figures = [
+        {"method": "FOL (E=1)", "node": n, "value": v, "source": "Table 1", "caveat": "theirs."}
+        for n, v in ((13, 96.0), (28, 95.0))
+    ]
+    lines = node_tables([fol], figures)
+    assert lines[0].startswith("| method | own, % | own − local | p | up / down | common, % | common − local | p |")
+    table = table_of(lines)
+    assert table["Local"]["own, %"] == "50.00 ± 0.00"
+    assert table["Local"]["common − local"] == ""
+    line = table["FOL (E=1)"]
+    assert (line["own, %"], line["own − local"], line["up / down"]) == ("50.00 ± 4.47", "+0.00 ± 4.47", "3 / 3")
+    assert (line["common, %"], line["common − local"], line["p1"]) == ("70.00 ± 0.00", "+10.00 ± 0.00", "0.031")
+    assert line["up / down1"] == "6 / 0"
+    assert line["published, mean"] == "95.50 (n=2)"
+    said = "\n".join(lines)
+    assert "6 nodes, seed 0: n = 6." in said
+    assert "20 to 20 test images (median 20, 120 in all)" in said
+    assert "1,000 images that no node trains on" in said
+    assert lines[-1] == "Published, for its own nodes 13, 28: Table 1 (theirs)."
+
+
+def test_seeds_have_their_own_nodes_and_a_server_rule_stands_beside_them() -> None:
+    """Nodes are picked by size, so each seed has others; a server's row has all sites, and only theirs count."""
+    more = {"log_loss": {"local": 0.4, "student": [0.3], "teacher": [0.2]}}
+    rows = []
+    for seed in (0, 1):
+        mine = {f"n{5 * seed + i}": judged(0.5, 0.6, (0.6, 0.65), more) for i in range(5)}
+        every = {f"n{i}": judged(0.1, 0.4, (0.2, 0.3)) for i in range(20)}
+        for one in every.values():
+            del one["teacher"]
+        rows += [row("fol", seed, {}) | {"by_round": mine}]
+        rows += [row("dense", seed, {}) | {"by_round": every, "fusion": "own"}]
+    lines = node_tables(rows, [])
+    table = table_of(lines)
+    assert list(table) == ["Local", "FOL (E=1)", "FOL-A (E=1)", "DENSE"]
+    assert table["Local"]["common, %"] == "60.00 ± 0.00", "of the nodes that meet, not of the server's sites"
+    assert table["DENSE"]["common − local"] == "-30.00 ± 0.00"
+    assert table["DENSE"]["up / down1"] == "0 / 10"
+    assert (table["FOL (E=1)"]["log-loss"], table["DENSE"]["log-loss"]) == ("0.300 ± 0.000", "")
+    assert any("5 nodes, seeds 0, 1: n = 10." in line for line in lines)
+
+
+def test_every_psi_has_a_table_and_its_own_figures() -> None:
+    nodes = {"a": (0.5, [0.6], [0.8])}
+    figures = [{"method": "Local", "node": 1, "value": 10 * a, "alpha": a, "source": "Table 2"} for a in (0.1, 0.5)]
+    lines = node_tables([row("fol", 0, nodes) | {"alpha": a} for a in (0.5, 0.1)], figures)
+    assert [line for line in lines if line.startswith("###")] == ["### psi = 0.5", "### psi = 0.1"]
+    assert [line for line in lines if line.startswith("| Local")] == [
+        "| Local | 50.00 | 50.00 | 5.00 |",
+        "| Local | 50.00 | 50.00 | 1.00 |",
+    ]
+
+
 def test_variants_have_tables_of_their_own() -> None:
     nodes = {"a": (0.5, [0.6], [0.8])}
     lines = node_tables([row("fol", 0, nodes, "split.replicas=0"), row("fol", 0, nodes, "split.replicas=3")], [])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from flyby.models.cost import Limits
     from flyby.parcels.arrivals import Arrivals, Waiting
 
 
@@ -45,6 +46,17 @@ MinSize = Annotated[int | None, typer.Option(help="Fewest samples a site may hol
 Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
 ModelFolder = Annotated[Path, typer.Argument(help="A fused folder, a run folder or a .parcel.")]
 TrustFile = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
+MaxParameters = Annotated[
+    int | None, typer.Option(min=1, help="Most numbers that a network may have; 250 million by default.")
+]
+MaxMemory = Annotated[
+    int | None, typer.Option(min=1, help="Most bytes that one image may take in a network; 320 MiB by default.")
+]
+MaxSide = Annotated[int | None, typer.Option(min=1, help="Most pixels a side that a network may ask for; 1,024.")]
+MaxClasses = Annotated[int | None, typer.Option(min=1, help="Most classes that a network may have; 10,000.")]
+RequireSigned = Annotated[
+    bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")
+]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -71,13 +83,28 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
+class LimitOptions:
+    """What the networks of a file that may be a stranger's may cost."""
+
+    max_parameters: MaxParameters = None
+    max_memory: MaxMemory = None
+    max_side: MaxSide = None
+    max_classes: MaxClasses = None
+
+    @property
+    def limits(self) -> Limits:
+        from flyby.models.cost import Limits
+        from flyby.settings import build
+
+        return build(Limits, {name: value for name, value in vars(self).items() if value is not None}, "limits")
+
+
+@dataclass(frozen=True)
 class GateOptions:
     """Whom a command that takes parcels lets in."""
 
     trust: TrustFile = None
-    require_signed: Annotated[
-        bool, typer.Option("--require-signed", help="Refuse what is not signed by a sender of the --trust file.")
-    ] = False
+    require_signed: RequireSigned = False
     ledger: Annotated[
         Path | None,
         typer.Option(help="Who has sent before: refuse them, and add those let in (made if not there)."),
@@ -88,6 +115,10 @@ class GateOptions:
         int | None, typer.Option(min=1, help="Most bytes of all parcels together; 64 GiB by default.")
     ] = None
     max_parcels: Annotated[int | None, typer.Option(min=1, help="Most parcels to take; 10,000 by default.")] = None
+    max_parameters: MaxParameters = None
+    max_memory: MaxMemory = None
+    max_side: MaxSide = None
+    max_classes: MaxClasses = None
 
     @property
     def words(self) -> dict[str, Any]:

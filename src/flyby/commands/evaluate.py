@@ -6,13 +6,28 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Device, Json, ModelFolder, Size, say
+from flyby.commands.common import (
+    Device,
+    Json,
+    LimitOptions,
+    ModelFolder,
+    RequireSigned,
+    Size,
+    TrustFile,
+    grouped,
+    say,
+)
 
 
+@grouped
 def evaluate(
+    *,
     model: ModelFolder,
     data: Annotated[str, typer.Option(help="Labelled images; the test split where there is one.")],
     size: Size = None,
+    trust: TrustFile = None,
+    require_signed: RequireSigned = False,
+    allowed: LimitOptions,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -21,8 +36,9 @@ def evaluate(
     from flyby.fusion import load_predictor
     from flyby.fusion.evaluation import accuracy, evaluate_dataset, per_class
     from flyby.machine import pick_device
+    from flyby.parcels.signing import Trust
 
-    predictor = load_predictor(model)
+    predictor = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
     bundle = load(data, size=size, holdout=None)
     judged = bundle.test or bundle.train
     scores, part = evaluate_dataset(predictor, judged, pick_device(device))

@@ -39,8 +39,14 @@ def fuse(
     seed: Annotated[int, typer.Option(help="For rules that draw.")] = 0,
     export: Export = True,
     validation: Annotated[
-        str | None, typer.Option(help="Labelled images to judge parcels by: refuse what knows no more than chance.")
+        str | None,
+        typer.Option(
+            help="Labelled images to judge parcels and their fusion by: refuse what knows no more than chance."
+        ),
     ] = None,
+    keep_bad: Annotated[
+        bool, typer.Option("--keep-bad", help="Keep a fused model that is no better than chance on --validation.")
+    ] = False,
     min_sites: Annotated[
         int | None,
         typer.Option(min=1, help="Go on without refused parcels if so many are left; by default all must do."),
@@ -59,7 +65,7 @@ def fuse(
     if (watch is None) is not bool(parcels):
         raise BadInput("name the .parcel files, or the folder in which they arrive with --watch INBOX, and not both")
     least = waiting.quorum.least if waiting else min_sites
-    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device)
+    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device, keep_bad)
     with sole_writer(out):
         order.check()
         came = (

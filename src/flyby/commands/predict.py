@@ -7,12 +7,17 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Device, Json, ModelFolder, say
+from flyby.commands.common import Device, Json, LimitOptions, ModelFolder, RequireSigned, TrustFile, grouped, say
 
 
+@grouped
 def predict(
+    *,
     model: ModelFolder,
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    trust: TrustFile = None,
+    require_signed: RequireSigned = False,
+    allowed: LimitOptions,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -23,9 +28,10 @@ def predict(
     from flyby.fusion import load_predictor
     from flyby.fusion.evaluation import scores_of
     from flyby.machine import pick_device
+    from flyby.parcels.signing import Trust
 
-    predictor = load_predictor(model)
-    pixels = torch.from_numpy(read_images(images, predictor.channels, predictor.size))
+    predictor = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
+    pixels = torch.from_numpy(read_images(images, predictor.channels, predictor.size, predictor.pixels))
     chances = predictor.chances(scores_of(predictor, pixels, pick_device(device)))
     rows = [
         {"image": str(path), "class": predictor.class_names[int(p.argmax())], "probability": float(p.max())}

@@ -42,7 +42,7 @@ class Meetings:
     buffer: Annotated[int | None, typer.Option(help="FOL: most neighbour models a node holds.")] = None
     top: Annotated[int | None, typer.Option(help="FOL: members of a node's ensemble.")] = None
     eval_nodes: Annotated[
-        str | None, typer.Option(help="FOL: nodes to personalise and judge, e.g. 13,28,48; by default all.")
+        str | None, typer.Option(help="FOL: nodes to judge: 13,28,48 or quantiles:12 (by size); by default all.")
     ] = None
 
 

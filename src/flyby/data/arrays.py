@@ -15,11 +15,12 @@ import torch
 from flyby import rng
 from flyby.data.cache import Pixels, flattened
 from flyby.data.dataset import DataBundle, Dataset, content_digest
+from flyby.data.tiles import check_channels, held, unusable
 from flyby.errors import BadInput
+from flyby.names import MOST_LABELS, check_labels
 
 Labels = npt.NDArray[np.int64]
 Pair = tuple[Any, Any]  # images and their labels, in any form that is taken here
-MOST_CLASSES = 100_000
 
 
 def bundle_from(
@@ -35,10 +36,11 @@ def bundle_from(
 ) -> DataBundle:
     """Images and labels as data to split and train on.
 
-    Images are uint8 ``[N, H, W, C]`` or ``[N, H, W]``, or floats from 0 to 1; a tensor may have its channels first, as
-    torch likes them. Labels are whole numbers from 0. ``test`` is another such pair, or ``holdout`` keeps that share of
-    each class for testing; ``groups`` says whose each image is, for the split ``by-column``; ``mirror`` is false where
-    a flipped image means something else.
+    Images are uint8 ``[N, H, W, C]`` or ``[N, H, W]``, or floats from 0 to 1; or tiles of uint16 numbers, or of floats
+    in other than 1 or 3 channels, in units of their own. A tensor may have its channels first, as torch likes them.
+    Labels are whole numbers from 0. ``test`` is another such pair, or ``holdout`` keeps that share of each class for
+    testing; ``groups`` says whose each image is, for the split ``by-column``; ``mirror`` is false where a flipped image
+    means something else.
 
     >>> data = bundle_from(np.zeros((4, 8, 8), np.uint8), [0, 1, 0, 1], ["cat", "dog"], holdout=0.5)
     >>> len(data.train), data.train.size, data.test.class_names
@@ -84,6 +86,8 @@ def _pair(images: Any, labels: Any, word: str) -> tuple[Pixels, Labels]:
     pixels = as_pixels(_plain(images, f"images{word}"), f"images{word}")
     if not len(pixels):
         raise BadInput(f"images{word} is empty; give at least one image")
+    if bad := unusable(pixels):
+        raise BadInput(f"images{word} holds {bad} numbers that are not finite (no data?); fill them in")
     return pixels, as_labels(_plain(labels, f"labels{word}"), len(pixels), f"labels{word}")
 
 
@@ -123,7 +127,8 @@ def _plain(values: Any, what: str, one: bool = False) -> npt.NDArray[Any]:
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
         values = values[None] if one else values
-        if values.ndim == 4 and values.shape[1] in (1, 3) and values.shape[3] not in (1, 3):
+        few = values.ndim == 4 and (values.shape[1] in (1, 3) or values.shape[1] < min(values.shape[2:]))
+        if few and values.shape[3] not in (1, 3):
             values = values.permute(0, 2, 3, 1)
         return np.ascontiguousarray(values.numpy())
     try:
@@ -134,8 +139,8 @@ def _plain(values: Any, what: str, one: bool = False) -> npt.NDArray[Any]:
 
 
 def as_pixels(images: npt.NDArray[Any], what: str) -> Pixels:
-    """Pixels as flyby holds them, uint8 ``[N, H, W, C]``; floats from 0 to 1 are scaled. ``what`` names them in an
-    error."""
+    """Pixels as flyby holds them, ``[N, H, W, C]``: floats from 0 to 1 in 1 or 3 channels are photographs and become
+    uint8; other numbers stay as they are. ``what`` names them in an error."""
     if images.ndim not in (3, 4) or 0 in images.shape[1:]:
         raise BadInput(f"{what} has the shape {list(images.shape)}; give [N, H, W] or [N, H, W, C]")
     images = images[:, :, :, None] if images.ndim == 3 else images
@@ -143,17 +148,17 @@ def as_pixels(images: npt.NDArray[Any], what: str) -> Pixels:
         raise BadInput(
             f"{what} has its channels first ({list(images.shape)}); move them last with images.transpose(0, 2, 3, 1)"
         )
-    if np.issubdtype(images.dtype, np.floating):
+    check_channels(images.shape, what)
+    if np.issubdtype(images.dtype, np.floating) and images.shape[3] in (1, 3):
         low, high = (float(images.min()), float(images.max())) if images.size else (0.0, 0.0)
         if not 0.0 <= low <= high <= 1.0:
             raise BadInput(
                 f"{what} is {images.dtype}; give uint8 pixels from 0 to 255, or numbers from 0 to 1 as they are before"
-                f" any normalisation (these lie between {low:g} and {high:g})"
+                f" any normalisation (these lie between {low:g} and {high:g}); tiles in units of their own can be .npy"
+                " files in class folders"
             )
         return np.asarray(np.rint(images * 255.0), dtype=np.uint8)
-    if images.dtype != np.uint8:
-        raise BadInput(f"{what} is {images.dtype}; give uint8 pixels from 0 to 255")
-    return images
+    return held(images, what)
 
 
 def as_labels(labels: npt.NDArray[Any], count: int, what: str) -> Labels:
@@ -169,7 +174,7 @@ def as_labels(labels: npt.NDArray[Any], count: int, what: str) -> Labels:
 def numbered(*labels: Labels) -> list[str]:
     """Class names for images that come without: the labels themselves."""
     count = max(int(part.max(initial=-1)) for part in labels) + 1
-    if count > MOST_CLASSES:
+    if count > MOST_LABELS:
         raise BadInput(
             f"label {count - 1} looks like an identifier rather than a class; number the classes from 0 or give their"
             " names"
@@ -180,8 +185,7 @@ def numbered(*labels: Labels) -> list[str]:
 def check_classes(names: Sequence[str], what: str) -> None:
     if len(names) < 2:
         raise BadInput(f"{what} names only {len(names)} class; at least 2 are needed to tell apart")
-    if len(set(names)) < len(names):
-        raise BadInput(f"{what} gives two classes the same name; name each class once")
+    check_labels(names, what)
 
 
 def check_holdout(share: float) -> None:
@@ -205,7 +209,7 @@ def held_out(train: Dataset, share: float) -> npt.NDArray[np.bool_]:
 
 def _dataset(images: Pixels, labels: Labels, names: Sequence[str], groups: Sequence[object] | None = None) -> Dataset:
     images = np.ascontiguousarray(images)
-    digest = content_digest(hashlib.sha256(images.data), labels, images.shape, names)
+    digest = content_digest(hashlib.sha256(images.data), labels, images.shape, names, images.dtype)
     return Dataset(images, labels, tuple(names), digest, None if groups is None else tuple(str(one) for one in groups))
 
 

@@ -1,8 +1,8 @@
 """The decode cache: every source becomes one memory-mapped ``images.npy`` that all worker processes share.
 
-An entry is a folder named by the hash of the source's content and the decode settings; it holds ``images.npy`` (uint8
-[N, H, W, C], the splits one after another), ``labels.npy`` and ``entry.json``. It appears whole or not at all, and is
-rebuilt when its sizes are wrong.
+An entry is a folder named by the hash of the source's content and the decode settings; it holds ``images.npy`` (uint8,
+uint16 or float32 [N, H, W, C], the splits one after another), ``labels.npy`` and ``entry.json``. It appears whole or
+not at all, and is rebuilt when its sizes are wrong. ``places.npy`` has where images were taken, where that is known.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ import numpy.typing as npt
 
 from flyby import files
 from flyby.data.dataset import Dataset, content_digest
+from flyby.data.tiles import is_tile, read_tile, resized, unusable
 from flyby.errors import BadInput
 
 if TYPE_CHECKING:
     from PIL import Image
 
 log = logging.getLogger(__name__)
-FORMAT = 1  # raise it when decoding or the layout changes: old entries are then simply never asked for
+FORMAT = 2  # raise it when decoding or the layout changes: old entries are then simply never asked for
 BROKEN_SHARE = 0.01
 CHUNK = 128
 # Measured on two cores (images a second, one thread / two): 32x32 JPEG 14k / 9k (threads fight for the interpreter),
@@ -44,7 +45,7 @@ CHUNK = 128
 # all cores.
 SMALL = 64 * 64
 
-Pixels = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[Any]  # uint8, uint16 or float32
 # An encoded image, a file of one, an image already decoded, or nothing (which counts as broken).
 Item = bytes | Path | Pixels | None
 
@@ -59,6 +60,7 @@ class SourceSplit:
     blocks: Callable[[], Iterator[Sequence[Item]]]
     where: Callable[[int], str]
     groups: Sequence[str] | None = None
+    places: npt.NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
     """SHA-256 of every file; a file whose path, size and time are those of an earlier reading is not read again."""
     if not sources:
         return {}
-    paths = {name: str(path.absolute()) for name, path in sources.items()}
+    paths = {name: ascii(str(path.absolute())) for name, path in sources.items()}  # whatever bytes it is made of
     index = root / "index" / f"{files.digest(sorted(paths.values()), 32)}.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(BadInput):
@@ -171,11 +173,14 @@ def _open(folder: Path) -> Entry | None:
             return None
         images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
         labels = np.load(folder / "labels.npy", allow_pickle=False)
+        places = np.load(folder / "places.npy", allow_pickle=False)
         splits = {}
         for name, split in meta["splits"].items():
             rows = slice(split["start"], split["stop"])
             groups = None if split["groups"] is None else tuple(split["groups"])
-            splits[name] = Dataset(images[rows], labels[rows], tuple(meta["class_names"]), split["digest"], groups)
+            there = None if np.isnan(places[rows]).any() else places[rows]
+            names = tuple(meta["class_names"])
+            splits[name] = Dataset(images[rows], labels[rows], names, split["digest"], groups, there)
         return Entry(splits, tuple(meta["broken"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BadInput):
         return None
@@ -238,32 +243,55 @@ class _Writer:
     count: int = 0
     first: str = ""
     hash: Any = field(default_factory=hashlib.sha256)
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.uint8))
+    holes: list[tuple[str, int]] = field(default_factory=list)  # tiles with numbers that are none, and how many
 
     def add(self, image: Pixels, part: SourceSplit, row: int) -> None:
         height, width, channels = image.shape
         if not self.count:
             self.height, self.width, self.first = height, width, part.where(row)
-            self.channels = self.channels or channels
+            self.channels, self.dtype = self.channels or channels, image.dtype
             self.file.write(self.header())
         if (height, width) != (self.height, self.width):
             raise BadInput(
                 f"images differ in size ({self.first} is {self.height}x{self.width}, {part.where(row)} is"
                 f" {height}x{width}); give them one size with --set data.size=64"
             )
+        if image.dtype != self.dtype:
+            raise BadInput(
+                f"tiles differ in kind ({self.first} is {self.dtype}, {part.where(row)} is {image.dtype}); write them"
+                " all alike"
+            )
         if channels != self.channels:
-            if self.channels != 3 or channels != 1:
+            if {channels, self.channels} != {1, 3} or self.dtype != np.uint8:
+                raise BadInput(
+                    f"images differ in channels ({self.first} has {self.channels}, {part.where(row)} has {channels});"
+                    " write them all alike"
+                )
+            if self.channels == 1:
                 raise _Colour
             image = np.repeat(image, 3, axis=2)
+        if bad := unusable(image):
+            self.holes.append((part.where(row), bad))
         raw = np.ascontiguousarray(image).data
         self.file.write(raw)
         self.hash.update(raw)
         self.count += 1
 
+    def check(self) -> None:
+        """Refuse tiles without data here and there: what to put in its place, only their owner knows."""
+        if self.holes:
+            raise BadInput(
+                f"{len(self.holes)} of {self.count} tiles hold numbers that are not finite (no data?), the first"
+                f" {self.holes[0][0]} with {self.holes[0][1]} of them, {sum(bad for _, bad in self.holes)} in all; fill"
+                " them in, or leave those tiles out"
+            )
+
     def header(self) -> bytes:
         # numpy pads the header so that the first axis can grow in place, so the count may be written in at the end.
         buffer = io.BytesIO()
         shape = (self.count, self.height, self.width, self.channels)
-        np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        np.lib.format.write_array_header_1_0(buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
         return buffer.getvalue()
 
 
@@ -278,6 +306,7 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
     total = sum(len(part.labels) for part in contents.parts)
     broken = list(contents.broken)
     labels: list[npt.NDArray[np.int64]] = []
+    places: list[npt.NDArray[np.float64]] = []
     splits: dict[str, Any] = {}
     new_broken = 0
     with (folder / "images.npy").open("wb") as file, _bar(total, progress) as advance:
@@ -297,22 +326,25 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
                 if row % CHUNK == CHUNK - 1:
                     advance(CHUNK)
             labels.append(part.labels[kept].astype("<i8"))
+            places.append(np.full((len(kept), 2), np.nan) if part.places is None else part.places[kept])
             shape = (len(kept), writer.height, writer.width, writer.channels)
             groups = None if part.groups is None else [part.groups[row] for row in kept]
             splits[part.split] = {
                 "start": start,
                 "stop": writer.count,
-                "digest": content_digest(writer.hash, labels[-1], shape, contents.class_names),
+                "digest": content_digest(writer.hash, labels[-1], shape, contents.class_names, writer.dtype),
                 "groups": groups,
             }
         if new_broken > BROKEN_SHARE * total:
             raise _too_broken(broken[-new_broken:], total)
+        writer.check()
         file.seek(0)
         file.write(writer.header())
         file.flush()
         os.fsync(file.fileno())
     np.save(folder / "labels.npy", np.concatenate(labels), allow_pickle=False)
-    sizes = {name: (folder / name).stat().st_size for name in ("images.npy", "labels.npy")}
+    np.save(folder / "places.npy", np.concatenate(places), allow_pickle=False)
+    sizes = {name: (folder / name).stat().st_size for name in ("images.npy", "labels.npy", "places.npy")}
     files.write_json(
         folder / "entry.json",
         {"bytes": sizes, "splits": splits, "class_names": list(contents.class_names), "broken": broken},
@@ -356,6 +388,8 @@ def _attempts(items: Iterable[Item], size: int | None) -> list[Pixels | None]:
 def _attempt(item: Item, size: int | None) -> Pixels | None:
     try:
         return None if item is None else decode(item, None if size is None else (size, size))
+    except BadInput:
+        raise  # whole, but not to be had
     except Exception:  # a damaged file makes Pillow's readers fail in any way at all (OSError, SyntaxError ...)
         return None
 
@@ -382,18 +416,13 @@ def _bar(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
 
 
 def decode(item: bytes | Path | Pixels, size: tuple[int, int] | None = None) -> Pixels:
-    """One image as uint8 [H, W, C], C = 1 for grey and 3 for colour; transparency lies on black; resized to (H, W) if
-    asked."""
+    """One image [H, W, C]: a photograph as uint8, C = 1 for grey and 3 for colour, transparency on black; a tile in the
+    numbers it came in; resized to (H, W) if asked."""
     from PIL import Image, ImageOps
 
-    if isinstance(item, np.ndarray):
-        if size is None or item.shape[:2] == size:
-            return item
-        bands = [
-            Image.fromarray(item[:, :, band]).resize(size[::-1], Image.Resampling.BILINEAR)
-            for band in range(item.shape[2])
-        ]
-        return np.stack([np.asarray(band) for band in bands], axis=2)
+    if isinstance(item, np.ndarray) or is_tile(item):
+        tile = item if isinstance(item, np.ndarray) else read_tile(item)
+        return tile if size is None else resized(tile, size)
     with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as opened:
         flat = flattened(ImageOps.exif_transpose(opened) if "exif" in opened.info else opened)
         if size is not None:

@@ -1,10 +1,10 @@
-"""The noun ``Dataset``: uint8 images, labels, class names."""
+"""The noun ``Dataset``: images, labels, class names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images ``uint8 [N, H, W, C]`` (often a memory map), labels ``int64 [N]``, and what the labels mean.
+    """Images ``[N, H, W, C]`` (often a memory map), labels ``int64 [N]``, and what the labels mean.
 
-    ``digest`` is a hash of the content; ``groups`` is a natural user or site column where the source has one.
+    Images are uint8 photographs, or tiles of uint16 or float32 numbers in units of their own (see ``pixels``).
+
+    ``digest`` is a hash of the content; ``groups`` is a natural user or site column where the source has one;
+    ``places`` are the images' longitudes and latitudes ``float64 [N, 2]`` where all are known.
     """
 
-    images: npt.NDArray[np.uint8]
+    images: npt.NDArray[Any]
     labels: npt.NDArray[np.int64]
     class_names: tuple[str, ...]
     digest: str
     groups: tuple[str, ...] | None = None
+    places: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.labels)
@@ -53,6 +57,11 @@ class Dataset:
         return int(self.images.shape[3])
 
     @property
+    def pixels(self) -> Literal["uint8", "float32"]:
+        """What a network is given: bytes, or any numbers (16-bit ones too, which float32 holds exactly)."""
+        return "uint8" if self.images.dtype == np.uint8 else "float32"
+
+    @property
     def size(self) -> tuple[int, int]:
         return int(self.images.shape[1]), int(self.images.shape[2])
 
@@ -64,20 +73,47 @@ class Dataset:
     def tensors(
         self, indices: npt.NDArray[np.int64] | None = None, device: torch.device | str = "cpu"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(images uint8 [n, H, W, C], labels int64 [n]) on a device; only the rows asked for are read from disk."""
+        """(images [n, H, W, C] of ``pixels``, labels int64 [n]) on a device; only the rows asked for are read from
+        disk."""
         picked = [
             np.array(column) if indices is None else np.asarray(column[indices])
             for column in (self.images, self.labels)
         ]
+        picked[0] = picked[0].astype(self.pixels, copy=False)
         return torch.from_numpy(picked[0]).to(device), torch.from_numpy(picked[1]).to(device)
 
 
+def channel_statistics(
+    data: Dataset, rows: npt.NDArray[np.int64] | None = None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel in the tiles' own units, to four digits (more would tell more about
+    single images); 1 for a channel that never changes. Read in pieces, so that memory does not follow the data."""
+    rows = np.arange(len(data)) if rows is None else rows
+    count, mean, spread = 0, np.zeros(data.channels), np.zeros(data.channels)
+    for start in range(0, len(rows), 256):
+        piece = data.images[rows[start : start + 256]].reshape(-1, data.channels).astype(np.float64)
+        part, apart = piece.mean(axis=0), piece.mean(axis=0) - mean
+        spread += ((piece - part) ** 2).sum(axis=0) + apart**2 * (count * len(piece) / (count + len(piece)))
+        count += len(piece)
+        mean += apart * (len(piece) / count)
+    std = np.sqrt(spread / max(1, count))
+    return (
+        tuple(float(f"{value:.4g}") for value in mean),
+        tuple(float(f"{value:.4g}") if value > 1e-6 else 1.0 for value in std),
+    )
+
+
 def content_digest(
-    pixels: _Hash, labels: npt.NDArray[np.int64], shape: Sequence[int | None], class_names: Sequence[str]
+    pixels: _Hash,
+    labels: npt.NDArray[np.int64],
+    shape: Sequence[int | None],
+    class_names: Sequence[str],
+    dtype: np.dtype[Any],
 ) -> str:
-    """The name of a dataset's content, from a SHA-256 that has taken in its pixels as they lie (uint8 [N, H, W, C])."""
+    """The name of a dataset's content, from a SHA-256 that has taken in its pixels as they lie ([N, H, W, C])."""
     pixels.update(labels.astype("<i8").tobytes())
-    pixels.update(canonical({"shape": list(shape), "class_names": list(class_names)}))
+    kind = {} if dtype == np.uint8 else {"dtype": dtype.str}
+    pixels.update(canonical({"shape": list(shape), "class_names": list(class_names), **kind}))
     return pixels.hexdigest()[:16]
 
 

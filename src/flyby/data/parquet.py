@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flyby.data.cache import Item, SourceSplit
+from flyby.data.places import from_names
 from flyby.errors import BadInput
 
 # The names that a split goes by, and the part it plays.
@@ -84,6 +85,7 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Sou
     groups: list[str] = []
     images: list[str] = []
     names: list[list[str]] = []
+    called: list[str | None] = []
     grouped = column is not None
     for path in paths:
         with _readable(path), pq.ParquetFile(path) as file:
@@ -94,7 +96,7 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Sou
                 if role == "train":
                     raise BadInput(f"{path} has no column {column!r}; its columns are {', '.join(schema.names)}")
                 grouped = False
-            table = file.read(columns=[label, *([column] if column is not None and grouped else [])])
+            table = file.read(columns=[label, *_paths(schema, images[-1]), *([column] if column and grouped else [])])
             if table[label].null_count:
                 raise BadInput(
                     f"{path} has {table[label].null_count} rows without a label; fill them in or leave the rows out"
@@ -107,7 +109,9 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Sou
                         " rows out"
                     )
                 groups += [str(value) for value in table[column].to_pylist()]
-            names += _class_names(schema, label)
+            names += _class_names(schema, label, path)
+            told = table[images[-1]].to_pylist() if _paths(schema, images[-1]) else [None] * len(table)
+            called += [(row or {}).get("path") for row in told]
     starts = np.cumsum([0, *(len(part) for part in labels)])
 
     def blocks() -> Iterator[Sequence[Item]]:
@@ -121,7 +125,8 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Sou
         shard = int(np.searchsorted(starts, row, side="right")) - 1
         return f"{paths[shard].name}:{row - int(starts[shard])}"
 
-    return SourceSplit(role, np.concatenate(labels), blocks, where, groups if grouped else None), names
+    whose, places = groups if grouped else None, from_names(called)
+    return SourceSplit(role, np.concatenate(labels), blocks, where, whose, places), names
 
 
 @contextlib.contextmanager
@@ -152,6 +157,15 @@ def _image_column(schema: Any, path: Path) -> str:
     return (named or usable)[0]
 
 
+def _paths(schema: Any, image: str) -> list[str]:
+    """The column of the images' own file names, which may say where they were taken; none where it is not there."""
+    import pyarrow.types as types
+
+    kind = schema.field(image).type
+    named = types.is_struct(kind) and kind.get_field_index("path") >= 0 and types.is_string(kind.field("path").type)
+    return [f"{image}.path"] if named else []
+
+
 def _label_column(schema: Any, path: Path, column: str | None) -> str:
     import pyarrow.types as types
 
@@ -169,10 +183,12 @@ def _label_column(schema: Any, path: Path, column: str | None) -> str:
     return (named or whole)[0]
 
 
-def _class_names(schema: Any, label: str) -> list[list[str]]:
+def _class_names(schema: Any, label: str, path: Path) -> list[list[str]]:
     """The names that the ``datasets`` library wrote for the label column: a list of one list, or of none."""
     try:
         names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
     except (KeyError, TypeError, ValueError):
         return []
+    except RecursionError:
+        raise BadInput(f"the metadata of {path} are nested too deep; write the file again without them") from None
     return [[str(name) for name in names]] if isinstance(names, list) and names else []

@@ -20,7 +20,7 @@ REPLICA_VIEWS = ViewSettings(crop="resized", scale=(0.7, 1.0), flip=0.5, jitter=
 
 @dataclass(frozen=True)
 class Part:
-    """Some images (uint8 ``[n, H, W, C]``) and their labels (int64 ``[n]``), on one device."""
+    """Some images (uint8, or float32 tiles, ``[n, H, W, C]``) and their labels (int64 ``[n]``), on one device."""
 
     images: Tensor
     labels: Tensor
@@ -62,32 +62,33 @@ class Site:
     def channels(self) -> int:
         return int(self.train.images.shape[3])
 
+    @property
+    def pixels(self) -> str:
+        """What its images are: uint8, or float32 tiles."""
+        return str(self.train.images.dtype).removeprefix("torch.")
+
     def to(self, device: torch.device | str) -> Site:
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
 
 def site_of(bundle: DataBundle, split: Split, name: str) -> Site:
-    """One site of a split, with its replicas made (after the split, so that no copy crosses from one part into
-    another)."""
+    """One site of a split. Replicas are of its training images only: a copy of an image that chooses or judges would
+    count it twice."""
     share, copies = split.shares[name], split.settings.replicas
-    parts: dict[str, Part] = {}
-    for part, indices in (("train", share.train), ("val", share.val), ("test", share.test)):
-        images, labels = bundle.train.tensors(indices)
-        if copies and len(labels):
-            images = torch.cat(
-                [images] + [_replica(images, bundle.mirror, split.seed, name, part, r) for r in range(copies)]
-            )
-            labels = labels.repeat(copies + 1)
-        parts[part] = Part(images, labels)
-    train, val, test = parts["train"], parts["val"], parts["test"]
+    train, val, test = (part_of(bundle.train, indices) for indices in (share.train, share.val, share.test))
+    if copies and len(train):
+        made = [_replica(train.images, bundle.mirror, split.seed, name, "train", r) for r in range(copies)]
+        train = Part(torch.cat([train.images, *made]), train.labels.repeat(copies + 1))
     return Site(name, train, val, test, bundle.train.class_names, bundle.mirror, origin=split.hash)
 
 
 def _replica(images: Tensor, mirror: bool, *key: object) -> Tensor:
     settings = REPLICA_VIEWS if mirror else REPLICA_VIEWS.model_copy(update={"flip": 0.0})
-    channels = images.shape[3]
-    x = augment(images, settings, torch.zeros(channels), torch.ones(channels), generator(*key, "replica"))
-    return x.permute(0, 2, 3, 1).mul(255).round().clamp_(0, 255).to(torch.uint8)
+    mean, std = torch.zeros(images.shape[3]), torch.ones(images.shape[3])
+    if images.dtype != torch.uint8:  # tiles change in units of their own spread
+        mean, std = images.mean((0, 1, 2)), images.std((0, 1, 2), correction=0).clamp(min=1e-6)
+    x = augment(images, settings, mean, std, generator(*key, "replica")).permute(0, 2, 3, 1)
+    return x * std + mean if images.dtype != torch.uint8 else x.mul(255).round().clamp_(0, 255).to(torch.uint8)
 
 
 def whole_site(bundle: DataBundle, name: str, val: float = 0.0, seed: int = 0) -> Site:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +17,15 @@ from flyby.data.arrays import as_labels, as_pixels, check_classes, check_holdout
 from flyby.data.cache import Contents, Item, Pixels, SourceSplit
 from flyby.data.dataset import DataBundle
 from flyby.data.parquet import BLOCK, SPLITS
+from flyby.data.places import from_names
+from flyby.data.tiles import read_npz, unusable
 from flyby.errors import BadInput, unknown
+from flyby.names import check_labels, printable
 from flyby.registry import Registry
 
 ORDER = ("train", "validation", "test")
-IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".npy"})
+NPZ = {"train": ("x_train", "y_train"), "validation": ("x_val", "y_val"), "test": ("x_test", "y_test")}
 
 
 Held = TypeVar("Held")
@@ -55,12 +58,18 @@ def catalogue() -> list[dict[str, str]]:
         (
             "folders",
             "FOLDER",
-            "a folder of class folders: FOLDER/CLASS/*.png, or FOLDER/train/CLASS/* and FOLDER/test/CLASS/*",
+            (
+                "a folder of class folders: FOLDER/CLASS/*.png, or FOLDER/train/CLASS/* and FOLDER/test/CLASS/*; .npy"
+                " and .tif tiles may have any channels, 16 bits or floats"
+            ),
         ),
         (
             "npz",
             "FILE.npz",
-            "numpy arrays: images and labels, or x_train, y_train, x_test, y_test; uint8, [N, H, W] or [N, H, W, C]",
+            (
+                "numpy arrays: images and labels, or x_train, y_train, x_test, y_test; uint8, uint16 or float32,"
+                " [N, H, W] or [N, H, W, C]"
+            ),
         ),
         (
             "hub",
@@ -89,6 +98,8 @@ def load(
     if size is not None and not 1 <= size <= 4096:
         raise BadInput(f"data.size must lie between 1 and 4096 pixels, not {size}")
     check_holdout(holdout or 0.0)
+    if printable(name) != name:
+        raise BadInput(f"'{printable(name)}' cannot stand in a result; give the data a name of plain UTF-8 text")
     root = store.root_of(cache)
     try:
         source = _find(name, size, column, root)
@@ -108,22 +119,32 @@ def load(
     return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), source.mirror, entry.broken)
 
 
-def read_images(paths: Sequence[Path], channels: int, size: tuple[int, int]) -> Pixels:
-    """Single image files as uint8 [n, H, W, C], each resized to ``size`` (H, W) and made grey or RGB as ``channels``
-    says."""
+def read_images(
+    paths: Sequence[Path], channels: int, size: tuple[int, int], kind: Literal["uint8", "float32"] = "uint8"
+) -> Pixels:
+    """Single image files as uint8 or float32 [n, H, W, C], each resized to ``size`` (H, W); photographs are made grey
+    or RGB as ``channels`` says."""
     from PIL import Image
 
-    if channels not in (1, 3):
-        raise BadInput(f"image files have 1 or 3 channels, but {channels} are wanted; give such images as an .npz")
-    images = np.empty((len(paths), *size, channels), dtype=np.uint8)
+    images = np.empty((len(paths), *size, channels), dtype=kind)
     for row, path in enumerate(paths):
+        shown = printable(str(path))
         if not path.is_file():
-            raise BadInput(f"there is no image file {path}")
+            raise BadInput(f"there is no image file {shown}")
         try:
             pixels = store.decode(path, size)
+        except BadInput:
+            raise
         except Exception as error:  # a damaged file makes Pillow's readers fail in any way at all
-            raise BadInput(f"{path} cannot be decoded as an image; is it a whole PNG, JPEG or WebP file?") from error
-        if pixels.shape[2] == 3 and channels == 1:
+            raise BadInput(f"{shown} cannot be decoded as an image; is it a whole PNG, JPEG, TIFF or .npy?") from error
+        grey = kind == "uint8" and {pixels.shape[2], channels} == {1, 3}
+        if (pixels.dtype != np.uint8) != (kind != "uint8") or (pixels.shape[2] != channels and not grey):
+            raise BadInput(
+                f"{shown} holds {pixels.dtype} in {pixels.shape[2]} channels where the model takes {kind} in {channels}"
+            )
+        if bad := unusable(pixels):
+            raise BadInput(f"{shown} holds {bad} numbers that are not finite (no data?); fill them in")
+        if grey and channels == 1:
             pixels = np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
         images[row] = pixels  # a grey image spreads over three channels by broadcasting
     return images
@@ -182,7 +203,9 @@ def _hold_out(entry: store.Entry, share: float) -> Contents:
     ):
         if len(picked):
             groups = None if data.groups is None else [data.groups[row] for row in picked]
-            parts.append(SourceSplit(split, data.labels[picked], _array_blocks(data.images, picked), str, groups))
+            places = None if data.places is None else data.places[picked]
+            blocks = _array_blocks(data.images, picked)
+            parts.append(SourceSplit(split, data.labels[picked], blocks, str, groups, places))
     return Contents(parts, train.class_names, entry.broken)
 
 
@@ -233,23 +256,17 @@ SOURCES: Registry[Callable[[int | None, str | None], Source]] = Registry(
 
 def _npz(path: Path, size: int | None, column: str | None) -> Source:
     def read() -> Contents:
-        try:
-            with np.load(path, allow_pickle=False) as archive:
-                arrays = {key: archive[key] for key in archive.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise BadInput(f"{path} is not a readable .npz of plain arrays ({error})") from error
-        if "images" in arrays:
-            keys = [("train", "images", "labels")]
-        else:
-            keys = [("train", "x_train", "y_train"), ("validation", "x_val", "y_val"), ("test", "x_test", "y_test")]
+        wanted = {"images", "labels", "class_names", *(key for pair in NPZ.values() for key in pair)}
+        arrays, found = read_npz(path, wanted | ({column} if column is not None else set()))
+        keys = {"train": ("images", "labels")} if "images" in arrays else NPZ
         parts = []
-        for split, x, y in keys:
+        for split, (x, y) in keys.items():
             if x in arrays and y in arrays:
                 parts.append(_npz_part(path, split, x, arrays[x], y, arrays[y]))
             elif split == "train" or x in arrays or y in arrays:
                 raise BadInput(
-                    f"{path} has the keys {', '.join(arrays) or '(none)'}; give images and labels, or x_train and"
-                    " y_train"
+                    f"{path} has the keys {printable(', '.join(found)[:200]) or '(none)'}; give images and labels, or"
+                    " x_train and y_train"
                 )
         if column is not None:
             groups = arrays.get(column)
@@ -259,7 +276,7 @@ def _npz(path: Path, size: int | None, column: str | None) -> Source:
                     " name no column"
                 )
             parts[0] = replace(parts[0], groups=[str(value) for value in groups.tolist()])
-        depths = {arrays[x].shape[3] if arrays[x].ndim == 4 else 1 for _, x, _ in keys if x in arrays}
+        depths = {arrays[x].shape[3] if arrays[x].ndim == 4 else 1 for x, _ in keys.values() if x in arrays}
         if len(depths) > 1:
             raise BadInput(f"{path} has training and test images with different channel counts ({sorted(depths)})")
         given = arrays.get("class_names")
@@ -288,6 +305,7 @@ def _tree(root: Path, size: int | None, column: str | None) -> Source:
     else:
         splits = {"train": root}
     classes = sorted({folder.name for split in splits.values() for folder in _folders(split)})
+    check_labels(classes, str(root))  # a name that is no text could not stand in the cache's key either
     if not classes:
         what = "is empty" if not any(root.iterdir()) else "holds neither Parquet files nor class folders"
         raise BadInput(f"the folder {root} {what}; give FOLDER/CLASS/*.png, or FOLDER/train-00000-of-00001.parquet")
@@ -307,7 +325,7 @@ def _tree(root: Path, size: int | None, column: str | None) -> Source:
             )
         return Contents([_tree_part(root, split, images[split]) for split in ORDER if images.get(split)], classes)
 
-    listed = {path.relative_to(root).as_posix(): path for rows in images.values() for _, path in rows}
+    listed = {_within(path, root): path for rows in images.values() for _, path in rows}
     roles = {split: top.relative_to(root).as_posix() for split, top in splits.items()}
     return Source(listed, {"kind": "folders", "classes": classes, "splits": roles}, read, size)
 
@@ -315,7 +333,13 @@ def _tree(root: Path, size: int | None, column: str | None) -> Source:
 def _tree_part(root: Path, split: str, rows: list[tuple[int, Path]]) -> SourceSplit:
     paths = [path for _, path in rows]
     labels = np.array([label for label, _ in rows], dtype=np.int64)
-    return SourceSplit(split, labels, lambda: iter([paths]), lambda row: paths[row].relative_to(root).as_posix())
+    places = from_names([path.name for path in paths])
+    return SourceSplit(split, labels, lambda: iter([paths]), lambda row: _within(paths[row], root), places=places)
+
+
+def _within(path: Path, root: Path) -> str:
+    """A file's name within the source, for people and for JSON: bytes that are no text are written as escapes."""
+    return printable(path.relative_to(root).as_posix())
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -367,7 +391,7 @@ def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Sou
         return Contents(parts, numbered(*(part.labels for part in parts)) if not names else names[0])
 
     return Source(
-        {f"{role}/{path.name}": path for role, paths in shards.items() for path in paths},
+        {f"{role}/{printable(path.name)}": path for role, paths in shards.items() for path in paths},
         {"kind": "parquet"},
         read,
         size,

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flyby.data.dataset import Dataset
+from flyby.data.places import parts_by_block, regions
 from flyby.drawing import clean, grid
 from flyby.errors import BadInput
 from flyby.files import digest, read_json, unwritable, write_text
@@ -46,9 +47,20 @@ class SplitSettings(BaseModel):
     alpha: float = 0.1
     min_size: int | None = Field(None, ge=0, description="default 10; 100 for the `fol` split; 1 for `dirichlet-plain`")
     labels: int = Field(2, ge=1, description="labels a client, for `by-label`")
-    val: float | None = Field(None, ge=0, lt=1, description="validation share of each site; default 0, .15 for `fol`")
-    test: float | None = Field(None, ge=0, lt=1, description="own-test share of each site; default 0, .15 for `fol`")
-    replicas: int = Field(0, ge=0, le=100, description="augmented copies of every image, made after the split")
+    val: float | None = Field(
+        None, ge=0, lt=1, description="validation share of each site; default 0, .15 for `fol` and `by-place`"
+    )
+    test: float | None = Field(
+        None, ge=0, lt=1, description="own-test share of each site; default 0, .15 for `fol` and `by-place`"
+    )
+    holdout: Literal["random", "blocks"] | None = Field(
+        None, description="held out image by image, or by blocks of ground; default random, blocks for `by-place`"
+    )
+    block_km: float | None = Field(
+        None, gt=0, description="side of a block; default the largest of 16, 8, 4 .. km that can be held out"
+    )
+    patches: int = Field(8, ge=1, le=1000, description="patches of ground that a site sees, for `by-place`")
+    replicas: int = Field(0, ge=0, le=100, description="augmented copies of every training image, made after the split")
     seed: int | None = Field(None, description="default: the run's seed")
 
     @property
@@ -141,7 +153,9 @@ class Split:
     @property
     def hash(self) -> str:
         lists = {name: [s.train.tolist(), s.val.tolist(), s.test.tolist()] for name, s in self.shares.items()}
-        return digest({"data": self.data_digest, "shares": lists, "replicas": self.settings.replicas})
+        copies = self.settings.replicas
+        # "train": once all parts were copied, and what was trained on them is not what is trained now.
+        return digest({"data": self.data_digest, "shares": lists, "replicas": copies and ["train", copies]})
 
     def to_json(self) -> dict[str, Any]:
         sites = {
@@ -187,7 +201,9 @@ class Split:
             raise BadInput(
                 f"{path} is not a split file ({type(error).__name__}: {str(error).splitlines()[0]})"
             ) from None
-        if split.to_json() != raw:
+        # Not compared with what would be written now: settings that were added since have their default there.
+        sealed = {key: value for key, value in raw.items() if key != "seal"}
+        if (raw.get("hash"), raw.get("seal")) != (split.hash, digest(sealed)):
             raise BadInput(
                 f"{path} was changed after it was written (its hash or its seal does not fit); make the split again"
             )
@@ -208,17 +224,46 @@ def make_split(data: Dataset, settings: SplitSettings, seed: int = 0) -> Split:
             f"{settings.name} with {len(parts)} clients leaves {smallest} {len(parts[smallest])} samples, under"
             f" min_size {settings.min_size}; lower --clients or --min-size"
         )
-    fol = settings.name == "fol"
-    val = settings.val if settings.val is not None else (0.15 if fol else 0.0)
-    test = settings.test if settings.test is not None else (0.15 if fol else 0.0)
+    shares = _held_out(data, settings, {name: np.sort(rows) for name, rows in parts.items()}, seed)
+    counts = {name: data.counts(share.train) for name, share in shares.items()}
+    return Split(settings, seed, data.digest, data.class_names, shares, counts)
+
+
+def _held_out(data: Dataset, settings: SplitSettings, parts: dict[str, Indices], seed: int) -> dict[str, Share]:
+    """Each site's own validation and test parts: image by image, or by blocks of ground.
+
+    Where sites see ground of their own, each holds out blocks of its own. Elsewhere all hold out the same blocks: a
+    neighbour's model must not have seen the ground on which this site is judged.
+    """
+    own = 0.15 if settings.name in ("fol", "by-place") else 0.0
+    val, test = (own if share is None else share for share in (settings.val, settings.test))
     if val + test >= 1:
         raise BadInput(f"split.val {val} + split.test {test} leave nothing to train on; keep their sum under 1")
-    shares, counts = {}, {}
-    for name, indices in parts.items():
+    if (settings.holdout or ("blocks" if settings.name == "by-place" else "random")) == "random" or val + test == 0:
         # A generator per site: a site's parts do not change when another site's do.
-        shares[name] = hold_out(np.sort(indices), data.labels, val, test, legacy_numpy(seed, name, "hold-out"))
-        counts[name] = data.counts(shares[name].train)
-    return Split(settings, seed, data.digest, data.class_names, shares, counts)
+        return {
+            name: hold_out(rows, data.labels, val, test, legacy_numpy(seed, name, "hold-out"))
+            for name, rows in parts.items()
+        }
+    places, role = _places(data), np.zeros(len(data), dtype=np.int64)
+    together = parts if settings.name == "by-place" else {"all sites": np.arange(len(data))}
+    for name, rows in together.items():
+        rng = legacy_numpy(seed, name, "blocks")
+        role[rows], _ = parts_by_block(places[rows], data.labels[rows], (val, test), settings.block_km, rng)
+    shares = {name: Share(*(rows[role[rows] == part] for part in (0, 1, 2))) for name, rows in parts.items()}
+    for name, share in shares.items():
+        if not len(share.train):
+            raise BadInput(f"all images of {name} lie in blocks that are held out; lower split.block_km or --clients")
+    return shares
+
+
+def _places(data: Dataset) -> npt.NDArray[np.float64]:
+    if data.places is None:
+        raise BadInput(
+            "the data does not say where its images were taken: the file name of each must be its longitude and"
+            " latitude with decimals, such as -73.9911,45.1203.jpg"
+        )
+    return data.places
 
 
 def _check(data: Dataset, settings: SplitSettings) -> None:
@@ -420,6 +465,21 @@ def by_column(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, 
     return kept
 
 
+def by_place(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, Indices]:
+    """The map is cut into patches of as even a number of images as can be, and each site sees some of them: nobody else
+    sees that ground."""
+    count = settings.clients * settings.patches
+    places = _places(data)
+    if count > len(np.unique(places, axis=0)):
+        raise BadInput(
+            f"{settings.clients} clients with {settings.patches} patches each need {count} places, the data has"
+            f" {len(np.unique(places, axis=0))}; lower --clients or split.patches"
+        )
+    patches = regions(places, count, rng)
+    order = rng.permutation(count) if settings.patches > 1 else np.arange(count)
+    return _named([np.concatenate([patches[p] for p in order[k :: settings.clients]]) for k in range(settings.clients)])
+
+
 def hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: float, rng: Random) -> Share:
     """A stratified train / val / test division of one site's indices; each part keeps the data's order."""
     if val == 0 and test == 0:
@@ -451,5 +511,6 @@ SPLITS: Registry[Callable[[Dataset, SplitSettings, Random], dict[str, Indices]]]
         "iid": iid,
         "by-label": by_label,
         "by-column": by_column,
+        "by-place": by_place,
     },
 )

@@ -4,17 +4,21 @@ Geometry is one bilinear resampling; colour jitter, greyscale and normalisation 
 sample. Two deviations from the usual image-library pipeline, both so that a batch costs a few kernels instead of
 hundreds: colours are clamped once at the end rather than after each step, and hue turns in the YIQ plane instead of
 HSV.
+
+Tiles (float32 numbers in units of their own) are normalised first, so that a border is their mean and not a zero that
+may lie far off. Contrast and brightness are then those of normalised numbers, for all channels alike; nothing is
+clamped.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 from torch import Tensor
 
 
@@ -54,6 +58,13 @@ class ViewSettings(BaseModel):
     )
     jitter_p: float = Field(0.8, ge=0, le=1)
     grey: float = Field(0.0, ge=0, le=1, description="probability of greyscale")
+    vertical: float = Field(0.0, ge=0, le=1, description="probability of an up-down flip, for images that have no up")
+    turns: bool = Field(
+        False, description="a quarter turn or several, all alike; half a turn where images are not square"
+    )
+    noise: float = Field(
+        0.0, ge=0, le=10, description="standard deviation of Gaussian noise, in units of the normalised image"
+    )
     views: int = Field(1, ge=1, le=8, description="augmented copies of each image in a batch")
 
     @field_validator("scale", "ratio")
@@ -63,23 +74,37 @@ class ViewSettings(BaseModel):
             raise ValueError("give the smaller number first")
         return pair
 
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is off and came later, so that older parcels and the names of uploads stay as they are."""
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if value or name not in LATER}
 
+
+LATER = ("vertical", "turns", "noise")
 PLAIN = ViewSettings()
 STANDARD = ViewSettings(crop="pad", flip=0.5)
 SALT = ViewSettings(crop="resized", flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), grey=0.2, views=2)
 
 
 def augment(images: Tensor, settings: ViewSettings, mean: Tensor, std: Tensor, rng: torch.Generator) -> Tensor:
-    """uint8 ``[B, H, W, C]`` to normalised float ``[views * B, C, H, W]`` in channels-last memory; view v of sample i
-    is row v*B + i."""
+    """uint8 or float32 ``[B, H, W, C]`` to normalised float ``[views * B, C, H, W]`` in channels-last memory; view v of
+    sample i is row v*B + i."""
     if settings.views > 1:
         images = images.repeat(settings.views, 1, 1, 1)
-    x = images.permute(0, 3, 1, 2).float().div_(255)
+    x, tiles = images.permute(0, 3, 1, 2), images.dtype != torch.uint8
+    mean, std = mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
+    x = (x - mean).div_(std) if tiles else x.float().div_(255)
     if settings.crop != "none" or settings.flip > 0:
         x = _resample(x, settings, rng)
     if any(settings.jitter) or settings.grey > 0:
-        x = _recolour(x, settings, rng)
-    return x.sub_(mean.view(1, -1, 1, 1)).div_(std.view(1, -1, 1, 1)).contiguous(memory_format=torch.channels_last)
+        x = _relight(x, settings, rng) if tiles else _recolour(x, settings, rng)
+    x = x if tiles else x.sub_(mean).div_(std)
+    if settings.turns or settings.vertical > 0:
+        x = _turn(x, settings, rng)
+    if settings.noise > 0:
+        x = x + torch.empty_like(x).normal_(0, settings.noise, generator=rng)
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _uniform(n: int, low: float, high: float, rng: torch.Generator, x: Tensor) -> Tensor:
@@ -120,6 +145,32 @@ def _resample(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor
     return F.grid_sample(
         x, grid, mode="bilinear", padding_mode="zeros" if settings.crop == "pad" else "border", align_corners=False
     )
+
+
+def _turn(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor:
+    """Quarter turns and up-down flips, exact: a quarter turn is the image mirrored at its diagonal, then flipped."""
+    n, square = len(x), x.shape[2] == x.shape[3]
+    up = torch.zeros(n, dtype=torch.bool, device=x.device)
+    if settings.turns:
+        quarters = torch.floor(_uniform(n, 0, 4, rng, x)).clamp_(max=3)
+        quarters = quarters if square else 2 * torch.floor(quarters / 2)
+        if square:
+            x = torch.where((quarters % 2 == 1).view(-1, 1, 1, 1), x.transpose(2, 3), x)
+        up = (quarters == 1) | (quarters == 2)
+        x = torch.where((quarters >= 2).view(-1, 1, 1, 1), x.flip(3), x)
+    if settings.vertical > 0:
+        up = up ^ (_uniform(n, 0, 1, rng, x) < settings.vertical)
+    return torch.where(up.view(-1, 1, 1, 1), x.flip(2), x)
+
+
+def _relight(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor:
+    """Contrast about the tile's own mean of each channel, and brightness as a shift, both in normalised units."""
+    n = len(x)
+    on = _uniform(n, 0, 1, rng, x) < settings.jitter_p
+    shift = torch.where(on, _uniform(n, -settings.jitter[0], settings.jitter[0], rng, x), 0.0)
+    contrast = torch.where(on, _uniform(n, 1 - settings.jitter[1], 1 + settings.jitter[1], rng, x), 1.0)
+    middle = x.mean(dim=(2, 3), keepdim=True)
+    return (x - middle) * contrast.view(-1, 1, 1, 1) + middle + shift.view(-1, 1, 1, 1)
 
 
 def _recolour(x: Tensor, settings: ViewSettings, rng: torch.Generator) -> Tensor:

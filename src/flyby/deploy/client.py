@@ -4,13 +4,13 @@ the parcel's bytes."""
 from __future__ import annotations
 
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flyby.deploy.round import MEGABYTE, NodeSettings, Round, assignments, read_node, read_round
+from flyby.deploy.scratch import Scratch
 from flyby.errors import BadInput, FlybyError
 
 PARCEL, SITE = "parcel", "site"  # the two records that an answer may hold: the bytes, or why there are none
@@ -47,8 +47,8 @@ def answer(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> byt
     asked, node = read_round(run_config), read_node(node_config)
     if node.work:
         return _trained(asked, node, Path(node.work))
-    with tempfile.TemporaryDirectory(prefix="flyby-site-") as folder:
-        return _trained(asked, node, Path(folder))
+    with Scratch("flyby-site") as folder:
+        return _trained(asked, node, folder)
 
 
 def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:

@@ -2,7 +2,8 @@
 authenticated nodes.
 
 For a try before three hosts are involved, and for the tests. Everything lives in one private folder, talks over
-127.0.0.1 alone and ends with the ``with`` block, however that is left.
+127.0.0.1 alone and ends with the ``with`` block, however that is left; what a killed one
+left goes when the next begins.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import IO, Any
 from flyby.deploy.app_folder import write_app
 from flyby.deploy.credentials import LOCAL, write_certificates, write_node_keys
 from flyby.deploy.round import NodeSettings, Round, must_be_new
+from flyby.deploy.scratch import Scratch
 from flyby.deploy.server import MARK
 from flyby.errors import BadInput
 from flyby.files import write_text
@@ -60,7 +62,8 @@ class Federation:
     def __init__(self, tell: Callable[[str], None] = lambda line: None) -> None:
         check_flower()
         self.tell = tell
-        self.folder = Path(tempfile.mkdtemp(prefix="flyby-flower-"))
+        self._scratch = Scratch("flyby-flower")
+        self.folder = self._scratch.path
         # A proxy that this host must use is not for its own nodes.
         unproxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), *LOCAL]))
         self.environment = {
@@ -206,7 +209,7 @@ class Federation:
                     time.sleep(0.05)
             for process in self.processes.values():
                 process.wait()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._scratch.close()
 
     def members(self) -> list[int]:
         """The living processes of this federation, Flower's detached ones too: those that have its private home in

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from flyby.data.settings import DataSettings
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS
+from flyby.names import check_name
 from flyby.objectives import OBJECTIVES
 from flyby.parcels.arrivals import seconds
 from flyby.runs.config import RunConfig, make_config
@@ -187,7 +188,9 @@ def read_node(config: Mapping[str, Any]) -> NodeSettings:
             f'this SuperNode does not say its {missing[0]}; start it with --node-config \'data="/path"'
             ' site="hospital-a"\''
         )
-    return build(NodeSettings, config, "node-config")
+    node = build(NodeSettings, config, "node-config")
+    check_name(node.site)
+    return node
 
 
 def must_be_new(folder: Path) -> None:

@@ -203,7 +203,7 @@ def _take_in(reply: Any, node_id: int, names: dict[int, str], roll: Roll, after:
     path = roll.inbox / f"{name or node_id}.parcel"
     try:
         data = _parcel_bytes(reply)
-        check_name(path.stem)
+        check_name(name or str(node_id))  # before it is part of any path: ../x would be a file outside the inbox
         if path.exists():
             raise SecondCrossing(
                 f"{path.stem} has sent its parcel already; each model crosses once, so give every node a name of"
@@ -284,7 +284,7 @@ def _row(name: str, node_id: int) -> dict[str, Any]:
 
 
 def _called(name: str, node_id: int) -> str:
-    return name or f"node {node_id}"
+    return printable(name) or f"node {node_id}"
 
 
 def _why(roll: Roll) -> str:

@@ -3,8 +3,6 @@ source a node."""
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,12 @@ from flyby.data.site import Part, Site, site_of
 from flyby.data.splits import make_split
 from flyby.deploy.local import Federation, check_flower, interruptible
 from flyby.deploy.round import NodeSettings, Round, joined, must_be_new
+from flyby.deploy.scratch import Scratch
 from flyby.files import write_json
 from flyby.fusion import load_predictor
 from flyby.fusion.evaluation import accuracy, evaluate_dataset
 from flyby.machine import pick_device
-from flyby.names import check_name
+from flyby.names import as_name, check_name
 from flyby.runs.config import RunConfig, make_config, plan
 from flyby.runs.folder import Run
 
@@ -45,7 +44,7 @@ def up(
     asked = asked.model_copy(
         update={"settings": joined(s for s in settings if not s.startswith(OWN)), "sites": sites}
     ).check()
-    with interruptible(), tempfile.TemporaryDirectory(prefix="flyby-sites-") as folder:
+    with interruptible(), Scratch("flyby-sites") as folder:
         test = None
         if len(sources) == 1:
             config = make_config(
@@ -60,7 +59,7 @@ def up(
             )
             bundle = config.data.load()
             test = bundle.test
-            told = divided(config, bundle, Path(folder))
+            told = divided(config, bundle, folder)
         else:
             told = [NodeSettings(data=source, site=name) for name, source in named(sources).items()]
             for node in told:
@@ -100,8 +99,8 @@ def _write(site: Site, path: Path) -> None:
 def named(sources: Sequence[str]) -> dict[str, str]:
     """A site's name from its source's, where that is one and nobody else's; numbers otherwise. Paths become absolute:
     nodes have their own folder."""
-    names = [re.sub(r"[^A-Za-z0-9._@+-]", "-", Path(source).stem).lstrip(".-") for source in sources]
-    if not all(names) or len(set(names)) < len(names):
+    names = [as_name(Path(source).stem) for source in sources]
+    if len(set(names)) < len(names):
         names = [f"site-{number}" for number in range(len(sources))]
     return {
         name: str(Path(s).expanduser().absolute()) if Path(s).expanduser().exists() else s

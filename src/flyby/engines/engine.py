@@ -12,7 +12,7 @@ from flyby.data.settings import DataSettings
 from flyby.engines.cluster import kept
 from flyby.engines.inline import run_inline
 from flyby.engines.jobs import Job
-from flyby.engines.processes import run_processes
+from flyby.engines.processes import run_processes, spread
 from flyby.engines.ray import each_ray, fuse_ray, run_ray
 from flyby.errors import BadInput, unknown
 from flyby.fusion.base import Fusion, Server
@@ -34,17 +34,23 @@ def each_here(
         yield item, function(item)
 
 
+def spread_here(function: Callable[[Any], Any], items: Sequence[Any], device: str) -> Iterator[tuple[Any, Any]]:
+    """Pieces of one run, one after another."""
+    return ((item, function(item)) for item in items)
+
+
 @dataclass(frozen=True)
 class Engine:
     """Called with jobs, it trains them. ``fuse`` applies a server rule, ``each`` gives ``(item, function(item))`` for
-    independent items (``data`` says which images an item works on), ``kept`` is for ``held``, and ``needs`` names a
-    package that is an extra."""
+    independent items (``data`` says which images an item works on), ``spread`` the same for pieces of one run that can
+    be pickled, ``kept`` is for ``held``, and ``needs`` names a package that is an extra."""
 
     train: Callable[[Sequence[Job], Callable[[Row], None]], None]
     fuse: Callable[[Fusion, Inbox, Server], Predictor] = fuse_here
     each: Callable[[Callable[[Any], Any], Iterable[Any], Callable[[Any], DataSettings]], Iterator[tuple[Any, Any]]] = (
         each_here
     )
+    spread: Callable[[Callable[[Any], Any], Sequence[Any], str], Iterator[tuple[Any, Any]]] = spread_here
     kept: Callable[[], AbstractContextManager[None]] = nullcontext
     needs: str | None = None
 
@@ -54,8 +60,8 @@ class Engine:
 
 ENGINES = {
     "inline": Engine(run_inline),
-    "processes": Engine(run_processes),
-    "ray": Engine(run_ray, fuse_ray, each_ray, kept, needs="ray"),
+    "processes": Engine(run_processes, spread=spread),
+    "ray": Engine(run_ray, fuse_ray, each_ray, kept=kept, needs="ray"),
 }
 
 

@@ -135,7 +135,7 @@ def fuse_ray(fusion: Fusion, inbox: Inbox, server: Server) -> Predictor:
                 server.report[:] = deliver(rule, answer)
                 if answer[0] is not None:
                     raise answer[0]
-        return load_predictor(Path(place) / "predictor")
+        return load_predictor(Path(place) / "predictor", limits=None)
 
 
 def each_ray(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
+from flyby.models import ModelSpec
 from flyby.parcels.inbox import Inbox
 
 
@@ -49,6 +50,7 @@ class Fusion(ABC):
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     heterogeneous: ClassVar[bool] = False
     data_free: ClassVar[bool] = True  # False: it cannot work without proxy images
+    draws: ClassVar[bool] = False  # it makes images of its own, or changes some, which are bytes
     settings_type: ClassVar[type[FusionSettings]] = FusionSettings
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
@@ -57,6 +59,8 @@ class Fusion(ABC):
     def fuse(self, parcels: Inbox, server: Server | None = None) -> Predictor:
         """One predictor from many parcels, by this rule's ``combine``; one that holds a number which is not finite is
         nobody's."""
+        for manifest in parcels.manifests:
+            self.check_pixels(manifest.spec)
         predictor = self.combine(parcels, server if server is not None else Server())
         for name, tensor in predictor.state_dict().items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -65,6 +69,14 @@ class Fusion(ABC):
                     " be at fault: leave out those you do not trust, or judge them with --validation"
                 )
         return predictor
+
+    def check_pixels(self, spec: ModelSpec) -> None:
+        """Refuse tiles where the rule knows photographs only."""
+        if self.draws and spec.pixels != "uint8":
+            raise BadInput(
+                f"{self.name} draws images of 8 bits, and these are tiles of {spec.pixels} numbers; use experts,"
+                " ensemble or fedavg"
+            )
 
     @abstractmethod
     def combine(self, parcels: Inbox, server: Server) -> Predictor:

@@ -14,6 +14,7 @@ from flyby.data.site import Part, part_of
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
 from flyby.models import Network
+from flyby.models.cost import at_once
 
 BATCH = 512
 VOICES = 256_000_000  # bytes of what a predictor's members said that are kept at once
@@ -28,15 +29,16 @@ class Looks:
         self.most, self.seen = most, OrderedDict[tuple[str, ...], Tensor]()
 
     @torch.no_grad()
-    def features(self, network: Network, images: Tensor, device: torch.device | str) -> Tensor:
-        """``network.features`` of uint8 images [N, H, W, C], computed in batches and kept on the host."""
-        key = (network.identity, _digest(images), str(device)) if network.identity else ()
+    def features(self, network: Network, images: Tensor, device: torch.device | str, name: str = "") -> Tensor:
+        """``network.features`` of uint8 images [N, H, W, C], computed in batches and kept on the host. ``name`` is the
+        images' digest where the caller has it: taking it costs as much as a small network."""
+        key = (network.identity, name or digest_of(images), str(device)) if network.identity else ()
         if key in self.seen:
             self.seen.move_to_end(key)
             return self.seen[key]
         network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network.eval()
-        pieces = torch.split(images, BATCH)
+        pieces = torch.split(images, at_once(network.spec, BATCH))
         found = torch.cat([network.features(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
         if key and found.nbytes <= self.most:
             self.seen[key] = found
@@ -48,26 +50,29 @@ class Looks:
 LOOKS = Looks()
 
 
-def _digest(images: Tensor) -> str:
+def digest_of(images: Tensor) -> str:
     pixels = images.cpu().contiguous()
     return f"{tuple(pixels.shape)} {hashlib.sha256(pixels.numpy().data).hexdigest()}"
 
 
 @torch.no_grad()
-def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str = "cpu") -> Tensor:
+def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str = "cpu", name: str = "") -> Tensor:
     """The predictor's scores [N, C] on uint8 images [N, H, W, C], in pieces and kept on the host. Members speak
-    one at a time, each over all images of a piece; what they said is then combined, batch by batch."""
+    one at a time, each over all images of a piece; what they said is then combined, batch by batch. ``name`` is the
+    digest of the images, for a set that many predictors are asked about."""
     predictor = predictor.eval().to(device)
+    batch = min(at_once(spec, BATCH) for spec in dict.fromkeys(predictor.specs))
     if type(predictor).combine is Predictor.combine:  # it has a ``forward`` of its own, and nothing to share
-        return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, BATCH)])
-    scores = []
-    for piece in torch.split(images, _piece(predictor)):
+        return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, batch)])
+    scores, step = [], _piece(predictor)
+    for place, piece in enumerate(torch.split(images, step)):
         said = []
+        known = f"{name} {place} {step}" if name else ""
         for network in predictor.shelf or predictor.networks:
-            seen = LOOKS.features(network, piece, device)  # type: ignore[arg-type]
-            parts = [part.to(device) for part in torch.split(seen, BATCH)]
+            seen = LOOKS.features(network, piece, device, known)  # type: ignore[arg-type]
+            parts = [part.to(device) for part in torch.split(seen, batch)]
             said.append([predictor.voice(network, part).cpu() for part in parts])  # type: ignore[arg-type]
-        for voices, part in zip(zip(*said, strict=True), torch.split(piece, BATCH), strict=True):
+        for voices, part in zip(zip(*said, strict=True), torch.split(piece, batch), strict=True):
             scores.append(predictor.combine([voice.to(device) for voice in voices], part.to(device)).float().cpu())
     return torch.cat(scores)
 
@@ -111,6 +116,45 @@ def own_accuracy(by_class: Sequence[float | None], counts: Sequence[int]) -> flo
     pairs = [(a, n) for a, n in zip(by_class, counts, strict=True) if a is not None and n > 0]
     total = sum(n for _, n in pairs)
     return sum(a * n for a, n in pairs) / total if total else 0.0
+
+
+def weighted_figures(chances: Tensor, labels: Tensor, mix: Sequence[int]) -> dict[str, float]:
+    """What shares [N, C] that add up to one are worth on images that stand for a node's own: every class weighs as much
+    as in its ``mix`` (counts [C]). Accuracy, log-loss, calibration error (15 bins of confidence), and with two classes
+    the share of class 1 that is found where 5 % of class 0 raise a false alarm."""
+    shares, labels = chances.double().cpu(), labels.cpu()
+    seen = torch.bincount(labels, minlength=len(mix)).double()
+    each = torch.where(seen > 0, torch.tensor(mix, dtype=torch.float64) / seen.clamp_min(1), 0.0)
+    weights = each[labels]
+    if not float(weights.sum()):
+        return {}
+    weights = weights / weights.sum()
+    sure, answer = shares.max(1)
+    right = (answer == labels).double()
+    told = shares[torch.arange(len(labels)), labels].clamp_min(1e-12)
+    found = {
+        "accuracy": own_accuracy(per_class(shares, labels, len(mix)), mix),
+        "log_loss": float(-(weights * told.log()).sum()),
+        "calibration_error": _calibration_error(sure, right, weights),
+    }
+    if len(mix) == 2 and bool((seen > 0).all()):
+        logs = shares.clamp_min(torch.finfo(torch.float64).tiny).log()
+        found["recall"] = recall_at(logs[:, 1] - logs[:, 0], labels == 1)
+    return found
+
+
+def _calibration_error(sure: Tensor, right: Tensor, weights: Tensor, bins: int = 15) -> float:
+    """How far confidence and accuracy are apart, bin by bin of equal width."""
+    place = (sure * bins).ceil().long().clamp(1, bins) - 1
+    gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, weights * (sure - right))
+    return float(gap.abs().sum())
+
+
+def recall_at(scores: Tensor, wanted: Tensor, alarms: float = 0.05) -> float:
+    """The share of the wanted images above the threshold that at most ``alarms`` of the others lie above."""
+    others = scores[~wanted].sort(descending=True).values
+    threshold = others[int(alarms * len(others) + 1e-9)]
+    return float((scores[wanted] > threshold).double().mean())
 
 
 def evaluate_dataset(predictor: Predictor, data: Dataset, device: torch.device | str = "cpu") -> tuple[Tensor, Part]:

@@ -8,10 +8,10 @@ A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,28 @@ from torch import Tensor, nn
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, read_json, write_bytes, write_json, write_text
 from flyby.models import ModelSpec, Network
-from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of, read_shelf, write_shelf
+from flyby.models.cost import Limits
+from flyby.models.shelf import (
+    IN_MEMORY,
+    OBJECT,
+    Shelf,
+    bytes_of,
+    outline,
+    read_shelf,
+    read_tensors,
+    shapes_of,
+    write_shelf,
+)
+from flyby.names import printable
+from flyby.parcels import parcel
+from flyby.parcels.container import MAX_JSON
+from flyby.parcels.signing import FOLDER_FILE, Signed, Trust, check_model, read_folder
 from flyby.registry import Registry
 
 FORMAT = 1
-MODEL = "model.json"
-FILES = (MODEL, "model.safetensors", "model.pt2", "README.md", "ledger.json")  # of a model folder
+MODEL, TENSORS = "model.json", "model.safetensors"
+DEFAULT_LIMITS = Limits()
+FILES = (MODEL, TENSORS, "model.pt2", "README.md", "ledger.json", FOLDER_FILE)  # of a model folder
 
 
 class Predictor(nn.Module):
@@ -65,6 +81,10 @@ class Predictor(nn.Module):
     @property
     def channels(self) -> int:
         return self.specs[0].channels
+
+    @property
+    def pixels(self) -> Literal["uint8", "float32"]:
+        return self.specs[0].pixels
 
     def members(self, images: Tensor) -> Iterator[tuple[Network, Tensor]]:
         """Each network with the images prepared as it wants them (sites may normalise differently)."""
@@ -163,9 +183,9 @@ def save_predictor(
         write_json(tmp / MODEL, config)
         tensors = {name: t.contiguous() for name, t in predictor.state_dict().items()}
         if predictor.shelf is not None:
-            write_shelf(tmp / "model.safetensors", predictor.specs, predictor.shelf, tensors)
+            write_shelf(tmp / TENSORS, predictor.specs, predictor.shelf, tensors)
         else:
-            write_bytes(tmp / "model.safetensors", save(tensors))
+            write_bytes(tmp / TENSORS, save(tensors))
         if export:
             export_program(predictor, tmp / "model.pt2")
         write_text(tmp / "README.md", _card(config, export))
@@ -190,58 +210,94 @@ def check_replaceable(folder: Path, own: Iterable[str] = ()) -> None:
             raise BadInput(f"{folder / MODEL} was not written by flyby; name a new folder with --out")
 
 
-def load_predictor(folder: Path | str) -> Predictor:
-    """Read a deployable folder (or a bare ``.parcel``, as the one network in it)."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    folder = Path(folder)
-    if folder.is_file():
-        from flyby.parcels import parcel
-
-        made = parcel.read(folder)
-        return Single([made.manifest.spec], made.manifest.class_names, [made.network()]).eval()
-    if not (folder / "model.json").exists() and (folder / "global" / "model.json").exists():
-        folder = folder / "global"  # a run folder was named
-    if not (folder / "model.json").exists():
+def model_folder(folder: Path) -> Path:
+    """The model folder that a path means: itself, or ``global`` in a run folder."""
+    if not (folder / MODEL).is_file() and (folder / "global" / MODEL).is_file():
+        return folder / "global"
+    if not (folder / MODEL).is_file():
         raise BadInput(
             f"{folder} is not a model: it has no model.json (flyby fuse writes such a folder), and it is not a .parcel"
             " file"
         )
-    config = read_json(folder / "model.json")
+    return folder
+
+
+def load_predictor(
+    folder: Path | str,
+    trust: Trust | None = None,
+    require_signed: bool = False,
+    limits: Limits | None = DEFAULT_LIMITS,
+) -> Predictor:
+    """Read a deployable folder (or a bare ``.parcel``, as the one network in it). Nothing in it is run. A signature is
+    held to every file of the folder, and to the trust file where there is one. What its networks would cost is told
+    from their specs, and must be within the ``limits`` (None: it is our own), before any is built."""
+    from safetensors import SafetensorError
+
+    folder = Path(folder)
+    label = printable(str(folder))
+    if folder.is_file():
+        _affordable([parcel.read_manifest(folder).spec], label, limits)
+        made = parcel.read(folder)
+        check_model(Signed.parcel(made), label, trust, require_signed)
+        return Single([made.manifest.spec], made.manifest.class_names, [made.network(shared=True)]).eval()
+    folder = model_folder(folder)
+    check_model(read_folder(folder), label, trust, require_signed)
+    if (size := (folder / MODEL).stat().st_size) > MAX_JSON:
+        raise BadInput(f"{folder / MODEL} has {size} bytes, more than the {MAX_JSON} allowed; fuse the parcels again")
+    config = read_json(folder / MODEL)
     try:
         if config["format"] != FORMAT:
             raise BadInput(
                 f"{folder} has model format {config['format']} and this flyby reads {FORMAT}; use the flyby version"
                 " that wrote it"
             )
-        kind = PREDICTORS[config["kind"]]
-        specs = [ModelSpec.from_dict(s) for s in config["specs"]]
-        if not specs or any(spec.classes != len(config["class_names"]) for spec in specs):
-            raise ValueError(f"{len(config['class_names'])} class names do not fit its {len(specs)} network(s)")
-        if kind.streams and sum(bytes_of(spec) for spec in specs) > IN_MEMORY:
-            shelf, tensors = read_shelf(folder / "model.safetensors", specs)
-            predictor = kind(specs, config["class_names"], shelf, **config["settings"])
-        else:
-            predictor, tensors = (
-                kind(specs, config["class_names"], **config["settings"]),
-                load_file(folder / "model.safetensors"),
-            )
-        predictor.load_state_dict(tensors)
+        return _rebuilt(config, folder / TENSORS, label, limits)
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         raise BadInput(
-            f"{folder} is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); fuse the parcels again"
+            f"{folder} is damaged ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); fuse the parcels"
+            " again"
         ) from None
+
+
+def _affordable(specs: Iterable[ModelSpec], label: str, limits: Limits | None) -> None:
+    if limits is not None:
+        for spec in dict.fromkeys(specs):
+            limits.check(spec, label)
+
+
+def _rebuilt(config: Mapping[str, Any], path: Path, label: str, limits: Limits | None) -> Predictor:
+    """The predictor that ``model.json`` describes, with the tensors of the file beside it. No memory is taken for what
+    the file does not hold: networks are drawn up without numbers first, and compared with it."""
+    kind, names = PREDICTORS[config["kind"]], config["class_names"]
+    specs = [ModelSpec.from_dict(s) for s in config["specs"]]
+    if not specs or any(spec.classes != len(names) for spec in specs):
+        raise ValueError(f"{len(names)} class names do not fit its {len(specs)} network(s)")
+    _affordable(specs, label, limits)
+    need, tensors = sum(bytes_of(spec) for spec in specs), sum(len(spec.shapes()) for spec in specs)
+    if need > (size := path.stat().st_size if path.is_file() else 0):
+        raise ValueError(f"its {len(specs)} network(s) take {need:,} bytes, and {path.name} has {size:,}")
+    shelf = read_shelf(path, specs) if kind.streams and need + OBJECT * tensors > IN_MEMORY else None
+    if shelf is None and OBJECT * tensors > IN_MEMORY:
+        raise ValueError(f"its {len(specs)} networks of {tensors:,} tensors are too many to be held at once")
+    with torch.device("meta"):
+        predictor = kind(specs, names, shelf or [spec.skeleton() for spec in specs], **config["settings"])
+    own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in predictor.state_dict().items()}
+    wanted, found = own | (shapes_of(specs) if shelf else {}), outline(path)
+    if strange := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        raise ValueError(
+            f"tensor {strange[0]!r} is {found.get(strange[0])} where its model has {wanted.get(strange[0])}"
+        )
+    predictor.load_state_dict(read_tensors(path, own), assign=True)
     return predictor.eval()
 
 
 def export_program(predictor: Predictor, path: Path) -> None:
-    """``model.pt2``: input uint8 [N, H, W, C] with any N, output scores [N, classes]; runs where flyby is not
-    installed."""
+    """``model.pt2``: input uint8 or float32 [N, H, W, C] with any N, output scores [N, classes]; runs where flyby is
+    not installed."""
     import logging
 
     logging.getLogger("torch.export").setLevel(logging.ERROR)
-    example = torch.zeros((2, *predictor.size, predictor.channels), dtype=torch.uint8)
+    example = torch.zeros((2, *predictor.size, predictor.channels), dtype=getattr(torch, predictor.pixels))
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.no_grad():
         program = torch.export.export(predictor, (example,), dynamic_shapes=({0: batch},), strict=False)
@@ -253,17 +309,20 @@ def export_program(predictor: Predictor, path: Path) -> None:
 def _card(config: dict[str, Any], export: bool) -> str:
     names = sorted({s["name"] for s in config["specs"]})
     (height, width), channels = config["specs"][0]["size"], config["specs"][0]["channels"]
+    pixels = config["specs"][0].get("pixels", "uint8")
     what = f"{config['kind']} of {len(config['specs'])} network(s) ({', '.join(names)})"
     what += f" for {len(config['class_names'])} classes"
     facts = "\n".join(f"- {key}: {value}" for key, value in config["card"].items())
     plain = (
         f"""
-Without flyby, in plain PyTorch:
+Without flyby, in plain PyTorch. `model.pt2` is a program: **loading it runs whatever it says**, also what somebody
+wrote into it on the way. Load it only where nobody but you could change this folder, or after `flyby evaluate` with
+`--trust FILE --require-signed` has found it as its maker signed it.
 
 ```python
 import torch
 model = torch.export.load("model.pt2").module()
-images = torch.zeros(1, {height}, {width}, {channels}, dtype=torch.uint8)   # your images: uint8, N x H x W x C
+images = torch.zeros(1, {height}, {width}, {channels}, dtype=torch.{pixels})   # your images: {pixels}, N x H x W x C
 with torch.no_grad():
     print(model(images).argmax(1))
 ```
@@ -273,11 +332,19 @@ with torch.no_grad():
     )
     return f"""# A model fused by flyby
 
-{what}; images {height}x{width}x{channels}, uint8.
+{what}; images {height}x{width}x{channels}, {pixels}.
 {facts}
 
 ```
 flyby evaluate . --data PATH
 flyby predict . IMAGE...
+```
+
+The same in Python. This reads `model.json` and `model.safetensors`, and nothing in them is run:
+
+```python
+import flyby
+model = flyby.load_model(".")
+print(model.class_names)   # then model.predict(images): {pixels}, N x {height} x {width} x {channels}
 ```
 {plain}"""

@@ -74,11 +74,12 @@ def _check_manifest(item: Parcel, site: Site) -> None:
     manifest = item.manifest
     if manifest.class_names != site.class_names:
         raise BadInput(f"its {len(manifest.class_names)} classes are not this node's {len(site.class_names)}")
-    if (manifest.spec.size, manifest.spec.channels) != (site.size, site.channels):
-        h, w = manifest.spec.size
+    spec = manifest.spec
+    if (spec.size, spec.channels, spec.pixels) != (site.size, site.channels, site.pixels):
+        h, w = spec.size
         raise BadInput(
-            f"it takes {h}x{w}x{manifest.spec.channels} images, this node has"
-            f" {site.size[0]}x{site.size[1]}x{site.channels}"
+            f"it takes {h}x{w}x{spec.channels} images of {spec.pixels}, this node has"
+            f" {site.size[0]}x{site.size[1]}x{site.channels} of {site.pixels}"
         )
     for name, tensor in item.weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

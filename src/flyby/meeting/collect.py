@@ -8,7 +8,7 @@ round 1 brings Q neighbours and every later round Q + 1 - K: with Q = 29, K = 10
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,9 @@ def stayers(buffer: int, top: int) -> int:
     return min(buffer, max(0, top - 1))
 
 
-def retain(peers: Iterable[Candidate], buffer: int, top: int) -> list[Candidate]:
-    """The peers that stay in the buffer: the best by validation score (the earlier one where scores are equal)."""
-    ranked = sorted(peers, key=lambda peer: -(peer.score if peer.score is not None else -1.0))
-    return ranked[: stayers(buffer, top)]
+def retain(chosen: Sequence[Candidate], buffer: int, top: int) -> list[Candidate]:
+    """The peers that stay in the buffer: of those chosen for the ensemble, best first, as many as there are places."""
+    return list(chosen)[: stayers(buffer, top)]
 
 
 def record_round(ledger: Ledger, schedule: Schedule, number: int, sizes: Mapping[str, tuple[int, str]]) -> None:

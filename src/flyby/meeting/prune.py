@@ -16,6 +16,9 @@ added together (residual blocks), or follow each other depthwise, go together or
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -24,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flyby.data.site import Site
 from flyby.errors import BadInput
 from flyby.meeting.layers import shared_layers
+from flyby.meeting.measure import latency_ms
 from flyby.meeting.settings import OrientSettings
 from flyby.meeting.stack import Stack, Tensors
 from flyby.meeting.tuning import Penalty, Problem
@@ -213,6 +218,65 @@ def keep_masks(stack: Stack, threshold: float) -> Tensors:
     return masks
 
 
+@torch.no_grad()
+def masks_to_size(stack: Stack, share: float) -> Tensors:
+    """Masks as :func:`keep_masks`, under which each model of a folded stack has at most this share of its parameters:
+    the weakest channels of all groups go first (strength is relative to the mean of the layer, so that layers compare),
+    no more than needed, and never the strongest of a group."""
+    groups, most = channel_groups(stack.spec), share * stack.spec.parameter_count()
+    norms = {
+        n: torch.linalg.vector_norm(stack.parameters[f"{n}.weight"].flatten(2), dim=2) for n in gated_layers(stack.spec)
+    }
+    strengths = []
+    for group in groups:
+        relative = torch.stack([norms[n] / norms[n].mean(1, keepdim=True).clamp_min(1e-30) for n in group]).mean(0)
+        strengths.append(relative.scatter(1, relative.argmax(1, keepdim=True), math.inf))
+    every = torch.cat(strengths, dim=1).cpu()  # [M, channels of all groups]
+    ends = list(itertools.accumulate(s.shape[1] for s in strengths))
+    models = []
+    for row in every:
+        order = row.argsort(stable=True)
+
+        def stays(gone: int, order: Tensor = order) -> Tensors:
+            whole = torch.ones(ends[-1])
+            whole[order[:gone]] = 0
+            parts = torch.tensor_split(whole, ends[:-1])
+            return {name: part for group, part in zip(groups, parts, strict=True) for name in group}
+
+        candidates = range(int(row.isfinite().sum()) + 1)  # how many may go
+        gone = bisect.bisect_left(candidates, -most, key=lambda n: -narrowed(stack.spec, stays(n)).parameter_count())
+        models.append(stays(min(gone, candidates[-1])))
+    return {name: torch.stack([m[name] for m in models]).to(stack.device) for name in norms}
+
+
+def narrowed(spec: ModelSpec, stays: Mapping[str, Tensor]) -> ModelSpec:
+    """The spec of the network that :func:`removed` makes, without making it."""
+    kept = {name: int(mask.sum()) for name, mask in stays.items()}
+    defaults = spec.replace(widths={}).layer_widths()
+    widths = {key: kept[layer] for key, layer in width_layers(spec.name, spec.stem).items()}
+    projector = tuple(kept[f"projector.{2 * i}"] for i in range(len(spec.projector)))
+    return spec.replace(widths={k: w for k, w in widths.items() if w != defaults[k]}, projector=projector)
+
+
+def share_in_time(stack: Stack, milliseconds: float | None, site: Site, probes: int = 6) -> float:
+    """The largest share of parameters (by halving) at which the stack's first model, cut, takes at most so many
+    milliseconds per image, in a batch of 64 on this machine now: unlike all else here, not the same twice."""
+    assert milliseconds is not None
+    images = site.train.images[:64]
+    first, low, high = stack.take(torch.tensor([0], device=stack.device)), 0.0, 1.0
+    for probe in range(probes):
+        share = high if probe == 0 else (low + high) / 2
+        stays = {name: mask[0] for name, mask in masks_to_size(first, share).items()}
+        network = narrowed(stack.spec, stays).build().to(stack.device)
+        if latency_ms(network, images) / len(images) <= milliseconds:
+            low = share
+            if probe == 0:
+                return 1.0
+        else:
+            high = share
+    return low or high
+
+
 def removed(network: Network, stays: Mapping[str, Tensor]) -> Network:
     """The physically smaller network: channels that do not stay are cut with everything that depends on them; its spec
     says the new widths."""
@@ -239,19 +303,11 @@ def removed(network: Network, stays: Mapping[str, Tensor]) -> Network:
         if isinstance(root, nn.Conv2d) and root.groups > 1 and root.groups == root.out_channels:
             cut = torch_pruning.prune_depthwise_conv_out_channels
         graph.get_pruning_group(root, cut, idxs=gone).prune()
-    smaller = spec.replace(**new_widths(spec, network)).skeleton()
+    smaller = narrowed(spec, stays).skeleton()
     smaller.load_state_dict(
         {n: t.detach().contiguous() for n, t in network.state_dict().items()}, strict=True, assign=True
     )
     return smaller.to(device).eval()
-
-
-def new_widths(spec: ModelSpec, network: nn.Module) -> dict[str, Any]:
-    """The widths a pruned network came to, as a spec's fields."""
-    defaults = spec.replace(widths={}).layer_widths()
-    widths = {key: _width(network, layer) for key, layer in width_layers(spec.name, spec.stem).items()}
-    projector = tuple(_width(network, f"projector.{2 * i}") for i in range(len(spec.projector)))
-    return {"widths": {key: width for key, width in widths.items() if width != defaults[key]}, "projector": projector}
 
 
 def _width(network: nn.Module, name: str) -> int:

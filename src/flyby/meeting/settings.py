@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -16,11 +17,12 @@ Backend = Literal["auto", "vmap", "matmul", "loop"]
 @dataclass(frozen=True)
 class Variant:
     """A way to personalise: names of stages, in order. ``teacher``: it answers with the ensemble, and not with the
-    student distilled from it."""
+    student distilled from it. ``settings`` hold where the user says nothing else."""
 
     about: str
     stages: tuple[str, ...]
     teacher: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chooses(self) -> bool:
@@ -28,9 +30,13 @@ class Variant:
         return "score" in self.stages
 
 
-MEET = ("admit", "screen", "company")
+MEET = ("admit", "screen", "prescreen", "company")
 ADAPT = ("finetune", "prune", "posttune", "shrink")
-MERGE = ("score", "early_exit", "select", "weigh", "distill")
+MERGE = ("score", "early_exit", "select", "weigh", "distill", "accept")
+PLUS: Mapping[str, Any] = {
+    **{"members": "all", "fit": "val", "prior": 10.0, "threshold": None},
+    **{"temperature_squared": True, "label_loss": 0.3, "pool": 4},
+}
 VARIANTS: Registry[Variant] = Registry(
     "variant of FOL",
     {
@@ -40,6 +46,14 @@ VARIANTS: Registry[Variant] = Registry(
         "fol-a": Variant("FOL, answering with the ensemble it distils", (*MEET, *ADAPT, *MERGE), teacher=True),
         "fol-n": Variant("FOL without adapting the neighbours' models", (*MEET, *MERGE)),
         "fol-an": Variant("FOL-A without adapting the neighbours' models", (*MEET, *MERGE), teacher=True),
+        "fol-plus": Variant(
+            "FOL with all neighbours in the teacher, and a student that asks it on views (ours)",
+            (*MEET, *ADAPT, *MERGE),
+            settings=PLUS,
+        ),
+        "fol-plus-a": Variant(
+            "fol-plus, answering with the ensemble it distils", (*MEET, *ADAPT, *MERGE), teacher=True, settings=PLUS
+        ),
         "gossip": Variant("no server: each node averages its model with those it met", ("admit", "company", "average")),
     },
     group="flyby.variants",
@@ -65,6 +79,9 @@ class OrientSettings(BaseModel):
     prune_epochs: Annotated[int | None, Field(ge=0)] = None
     post_epochs: Annotated[int | None, Field(ge=0)] = None
     distill_epochs: Annotated[int | None, Field(ge=0)] = None
+    distill_steps: Annotated[
+        int, Field(ge=0, description="least steps of distillation: an epoch of a small node is several passes")
+    ] = 0
     patience: Annotated[
         int, Field(ge=1, description="epochs without a better validation loss before a model stops")
     ] = 20
@@ -83,10 +100,29 @@ class OrientSettings(BaseModel):
         "mean"
     )
     joint: Annotated[bool, Field(description="eq. 5 over weights and gates; false: gates only")] = True
-    threshold: Annotated[float, Field(ge=0, description="a filter goes under this share of its layer's median")] = 0.01
+    threshold: Annotated[
+        float | None,
+        Field(ge=0, description="a filter goes under this share of its layer's median; null: no filter goes by that"),
+    ] = 0.01
+    prune_to: Annotated[
+        float | None, Field(gt=0, le=1, description="the share of its parameters that a neighbour keeps, instead")
+    ] = None
+    prune_to_ms: Annotated[
+        float | None, Field(gt=0, description="the milliseconds it may take for an image, measured here, instead")
+    ] = None
+    curve: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1)], ...],
+        Field(description="shares of parameters for which accuracy is measured beside, on validation images"),
+    ] = ()
 
+    members: Annotated[
+        Literal["top", "all"], Field(description="who is in the ensemble: the K best on validation data, or everybody")
+    ] = "top"
     weights: Literal["simplex", "unconstrained"] = "simplex"
     fit: Annotated[Literal["train", "val"], Field(description="where eq. 11 is fitted")] = "train"
+    prior: Annotated[
+        float, Field(ge=0, description="images' worth of belief that all members weigh the same, in eq. 11")
+    ] = 0.0
     teacher: Literal["ensemble", "experts"] = "ensemble"
     early_exit: Annotated[
         bool, Field(description="keep the own model when no neighbour beats it on validation data")
@@ -95,8 +131,30 @@ class OrientSettings(BaseModel):
         bool, Field(description="refuse a neighbour that knows no more than chance of the classes it claims")
     ] = True
 
+    prescreen: Annotated[
+        int | None, Field(ge=1, description="adapt only so many new neighbours: those of the least validation log-loss")
+    ] = None
+    accept: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="the student replaces the own model only if its validation log-loss is lower by so many"
+            " standard errors; null: always",
+        ),
+    ] = None
+    seconds: Annotated[
+        float | None, Field(gt=0, description="time for a round; what it does not reach is left out and named")
+    ] = None
+
     temperature: Annotated[float, Field(gt=0, description="eq. 12: T")] = 4.0
     temperature_squared: Annotated[bool, Field(description="multiply eq. 12's KL by T^2")] = False
+    label_loss: Annotated[float, Field(ge=0, description="weight of the labels' cross-entropy beside eq. 12's KL")] = (
+        0.0
+    )
+    pool: Annotated[
+        int,
+        Field(ge=0, le=64, description="views of each image, beside itself, on which the teacher is asked and heard"),
+    ] = 0
     anchor: Annotated[float, Field(ge=0, description="eq. 12: lambda, pull towards the model before distillation")] = (
         0.01
     )
@@ -113,6 +171,10 @@ class OrientSettings(BaseModel):
     backend: Annotated[Backend, Field(description="how several models take one step")] = "auto"
     graph: Annotated[bool, Field(description="replay training steps as CUDA graphs, on a GPU")] = True
     diagnostics: Annotated[bool, Field(description="measure latency and the theorems' quantities")] = True
+
+    @property
+    def prunes(self) -> bool:
+        return any(limit is not None for limit in (self.threshold, self.prune_to, self.prune_to_ms))
 
     def stage_epochs(self, stage: Literal["finetune", "prune", "post", "distill"]) -> int:
         own: int | None = getattr(self, f"{stage}_epochs")
@@ -137,21 +199,29 @@ class FleetSettings(OrientSettings):
         "pretrained"
     )
     eval_nodes: Annotated[
-        Names, Field(description="nodes that are personalised and judged, by number or name; default: all")
+        Names,
+        Field(
+            description="nodes that are personalised and judged: numbers, names, or quantiles:N by size; default: all"
+        ),
     ] = ()
+    judge_images: Annotated[
+        int | None, Field(ge=2000, description="most common images that judge a node; default: all")
+    ] = None
     fleet: Annotated[Names, Field(description="architectures, dealt to the nodes in turn; default: one for all")] = ()
     meetings: Annotated[str | None, Field(description="a saved meeting schedule to replay")] = None
 
 
-def stage_defaults(size: tuple[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(pretraining, adaptation) settings for images of a size where the user names none: the paper's for satellites,
-    for CIFAR-like images, and ones found to work for tiny ones, which the paper has none of."""
+def stage_defaults(size: tuple[int, int], variant: str = "fol") -> tuple[dict[str, Any], dict[str, Any]]:
+    """(pretraining, adaptation) settings of a variant for images of a size where the user names none: the paper's for
+    satellites, for CIFAR-like images, and ones found to work for tiny ones, which the paper has none of. The paper's
+    Figure 1 shows at least 1,800 steps of distillation, whatever the node's size."""
     common = {"momentum": 0.9, "weight_decay": 0.001}
     if min(size) < 24:
-        train, stages = {"lr": 0.05, "batch": 32, "epochs": 100}, {"epochs": 20, "distill_epochs": 60}
+        train = {"lr": 0.05, "batch": 32, "epochs": 100}
+        stages = {"epochs": 20, "distill_epochs": 60, "distill_steps": 600}
     elif min(size) < 48:
-        train, stages = {"lr": 0.01, "batch": 128, "epochs": 300}, {"epochs": 300}
+        train, stages = {"lr": 0.01, "batch": 128, "epochs": 300}, {"epochs": 300, "distill_steps": 1800}
     else:
-        train, stages = {"lr": 0.001, "batch": 32, "epochs": 200}, {"epochs": 200}
-    shared = {**common, "lr": train["lr"], "batch": train["batch"]}
+        train, stages = {"lr": 0.001, "batch": 32, "epochs": 200}, {"epochs": 200, "distill_steps": 1800}
+    shared = {**common, "lr": train["lr"], "batch": train["batch"], **VARIANTS[variant].settings}
     return {**train, **common, "patience": 20, "schedule": "constant"}, {**shared, **stages}

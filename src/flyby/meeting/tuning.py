@@ -8,7 +8,9 @@ leaves the stack, and nothing inside an epoch waits for the device.
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from flyby.data.site import Part, Site
 from flyby.data.views import PLAIN, ViewSettings, augment
 from flyby.meeting.settings import OrientSettings
 from flyby.meeting.stack import Stack, Tensors, full
+from flyby.models.cost import at_once
 from flyby.objectives.supervised import Supervised
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape
@@ -72,6 +75,16 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     models, batch, classes = logits.shape
     losses = F.cross_entropy(logits.reshape(-1, classes), labels.repeat(models), reduction="none")
     return losses.view(models, batch).mean(1)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a stage may train: at most ``epochs``, each of one pass over the data or of ``steps``, and no further
+    epoch after the moment ``until`` (of ``time.perf_counter``)."""
+
+    epochs: int
+    steps: int | None = None
+    until: float = math.inf
 
 
 @dataclass
@@ -169,12 +182,14 @@ def tune(
     problem: Problem,
     site: Site,
     settings: OrientSettings,
-    epochs: int,
+    budget: Budget | int,
     key: tuple[object, ...],
     label: str = "",
 ) -> Tuned:
-    """Train a stack for at most ``epochs`` and give back the best state of each model. ``site``'s data must be on the
-    stack's device; everything random follows from ``key``, and is the same for every model of the node."""
+    """Train a stack within a budget (a number is epochs) and give back the best state of each model. ``site``'s data
+    must be on the stack's device; everything random follows from ``key``, and is the same for every model of the
+    node."""
+    budget = Budget(budget) if isinstance(budget, int) else budget
     device, train, spec = stack.device, site.train, stack.spec
     mean, std = spec.statistics(device)
     views = views_of(site, settings) if problem.augments else PLAIN
@@ -184,10 +199,10 @@ def tune(
     alive, lowest, best_epochs, ran = list(range(len(stack))), list(losses), [0] * len(stack), [0] * len(stack)
     history: list[dict[str, Any]] = []
     going = alive
-    for epoch in range(1, epochs + 1):
+    for epoch in range(1, budget.epochs + 1):
         rng = generator(*key, "views", epoch, device=device)
         step.total.zero_()
-        order = list(batches(len(train), settings.batch, generator(*key, "order", epoch), device))
+        order = epoch_order(len(train), settings.batch, (*key, "order", epoch), budget.steps, device)
         with one_shape():
             for rows in order:
                 step(augment(train.images[rows], views, mean, std, rng), train.labels[rows], rows)
@@ -209,7 +224,7 @@ def tune(
         for m in going:
             ran[alive[m]] = epoch
         going = [m for m in going if epoch - best_epochs[alive[m]] < settings.patience]
-        if not going:
+        if not going or time.perf_counter() > budget.until:
             break
         # A recorded step is for so many models: where there is one, those that stopped are carried along until half
         # have, since a new recording costs more.
@@ -221,6 +236,18 @@ def tune(
             step.optimizer.velocity = velocity
             going = list(range(len(alive)))
     return Tuned(best, extra, ran, best_epochs, lowest, history)
+
+
+def epoch_order(
+    samples: int, batch: int, key: tuple[object, ...], steps: int | None, device: torch.device
+) -> list[Tensor]:
+    """The batches of one epoch: of one pass, or as many as there are ``steps``, over as many passes as that takes."""
+    order: list[Tensor] = []
+    for again in itertools.count():
+        if order and len(order) >= (steps or 0):
+            break
+        order += batches(samples, batch, generator(*key, *([again] if again else [])), device)
+    return order[:steps]
 
 
 @torch.no_grad()
@@ -237,7 +264,7 @@ def keep_best(best: Stack, extra: Tensors, stack: Stack, problem: Problem, rows:
 def stack_logits(stack: Stack, images: Tensor, settings: OrientSettings, parameters: Tensors | None = None) -> Tensor:
     """Logits ``[M, N, C]`` in evaluation mode, in pieces."""
     pieces = []
-    for piece in torch.split(images, EVALUATION_BATCH):
+    for piece in torch.split(images, at_once(stack.spec, EVALUATION_BATCH)):
         with autocast(settings.precision, stack.device, cached=False):
             pieces.append(full(stack.logits(stack.spec.prepare(piece), parameters)))
     return torch.cat(pieces, dim=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +18,11 @@ from torch import Tensor
 
 from flyby.files import atomic_open
 from flyby.models import ModelSpec, Network
+from flyby.models.spec import Shapes
 
 IN_MEMORY = 1_000_000_000  # bytes of networks that are held at once; more stay on the shelf
+MAX_HEADER = 32 << 20
+OBJECT = 4096  # bytes that a tensor of a network takes beside its numbers
 _DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -48,10 +51,15 @@ def bytes_of(spec: ModelSpec) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in spec.shapes().values())
 
 
+def shapes_of(specs: Sequence[ModelSpec]) -> Shapes:
+    """The tensors of all networks, as a predictor names them."""
+    return {f"networks.{k}.{name}": what for k, spec in enumerate(specs) for name, what in spec.shapes().items()}
+
+
 def write_shelf(path: Path, specs: Sequence[ModelSpec], shelf: Shelf, own: Mapping[str, Tensor]) -> None:
     """The safetensors file that ``save(predictor.state_dict())`` would write, one network after another: sizes are
     known before any is read."""
-    wanted = {f"networks.{k}.{name}": what for k, spec in enumerate(specs) for name, what in spec.shapes().items()}
+    wanted = shapes_of(specs)
     wanted |= {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     header: dict[str, object] = {}
     places, end = {}, 0
@@ -77,16 +85,29 @@ def write_shelf(path: Path, specs: Sequence[ModelSpec], shelf: Shelf, own: Mappi
                 put(f"networks.{k}.{name}", tensor)
 
 
-def read_shelf(path: Path, specs: Sequence[ModelSpec]) -> tuple[Shelf, dict[str, Tensor]]:
-    """The networks of such a file, still on disk, and its other tensors."""
+def outline(path: Path) -> Shapes:
+    """Shape and dtype of every tensor of a safetensors file, as its header says; no more of it is read."""
+    kinds = {name: dtype for dtype, name in _DTYPES.items()}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(MAX_HEADER, path.stat().st_size):
+            raise ValueError(f"{path.name} claims a header of {length} bytes")
+        table = dict(json.loads(file.read(length)))
+    table.pop("__metadata__", None)
+    return {name: (tuple(one["shape"]), kinds[one["dtype"]]) for name, one in table.items()}
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Some tensors of a safetensors file, in memory of their own: what becomes of the file then does not matter."""
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        names = list(file.keys())
-        own = {name: file.get_tensor(name) for name in names if not name.startswith("networks.")}
-    expected = {f"networks.{k}.{name}" for k, spec in enumerate(specs) for name in spec.shapes()}
-    if strange := expected ^ {name for name in names if name.startswith("networks.")}:
-        raise ValueError(f"its networks do not fit their specs: {min(strange)!r}")
+        return {name: file.get_tensor(name).clone() for name in names}
+
+
+def read_shelf(path: Path, specs: Sequence[ModelSpec]) -> Shelf:
+    """The networks of such a file, still on disk."""
+    from safetensors import safe_open
 
     def read(place: int) -> Network:
         network = specs[place].skeleton()
@@ -95,4 +116,4 @@ def read_shelf(path: Path, specs: Sequence[ModelSpec]) -> tuple[Shelf, dict[str,
         network.load_state_dict(weights, strict=True, assign=True)
         return network
 
-    return Shelf(len(specs), read), own
+    return Shelf(len(specs), read)

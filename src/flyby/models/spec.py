@@ -16,7 +16,9 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from flyby.models.networks import ARCHITECTURES
 from flyby.settings import complaint
 
 MAX_WIDTH = 65_536
+MAX_ENTRIES = 4096
 DEFAULT_MEAN, DEFAULT_STD = 0.5, 0.25
 
 # JSON has no tuples; a list is the one stand-in a strict spec takes.
@@ -45,10 +48,11 @@ class ModelSpec(BaseModel):
 
     ``width`` multiplies every width of the architecture; ``widths`` then replaces single ones by name (see
     :meth:`layer_widths`), so that a pruned network is a spec too. ``stem`` matters to the resnets and mobilenetv2 only.
-    ``mean`` and ``std`` are per channel in 0..1 units, and constants on purpose, 0.5 and 0.25 where empty: sites share
-    no statistics. ``logit_scale`` puts a learnable factor on a prototype head's logits; ``projector`` puts linear
-    layers of these widths, with ReLUs between, after the backbone. Whatever is wrong is a :class:`BadInput` of one
-    sentence.
+    ``mean`` and ``std`` are per channel. Of ``pixels`` that are uint8 they are in 0..1 units, and constants on purpose,
+    0.5 and 0.25 where empty: sites share no statistics. Tiles of float32 are in units of their own, and so are their
+    ``mean`` and ``std``, 0 and 1 where empty. ``logit_scale`` puts a learnable factor on a prototype head's logits;
+    ``projector`` puts linear layers of these widths, with ReLUs between, after the backbone. Whatever is wrong is a
+    :class:`BadInput` of one sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -64,12 +68,26 @@ class ModelSpec(BaseModel):
     logit_scale: bool = False
     projector: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_WIDTH)], ...], FromList, Field(max_length=4)] = ()
     # Bounded, so that a foreign spec cannot turn images into infinities.
-    mean: Annotated[tuple[Annotated[float, Field(ge=-100, le=100)], ...], FromList] = ()
-    std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=100)], ...], FromList] = ()
+    mean: Annotated[tuple[Annotated[float, Field(ge=-1e9, le=1e9)], ...], FromList] = ()
+    std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e9)], ...], FromList] = ()
+    pixels: Literal["uint8", "float32"] = "uint8"
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what says nothing: photographs are described, and hashed, as before there were tiles."""
+        fields: dict[str, Any] = handler(self)
+        if self.pixels == "uint8":
+            fields.pop("pixels", None)
+        return fields
 
     @model_validator(mode="wrap")
     @classmethod
     def _one_sentence(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        parts = {"entries": data, **data} if isinstance(data, Mapping) else {}
+        for name, value in parts.items():
+            # Pydantic would collect a complaint about every one of them: 1 GB of 20 MB.
+            if isinstance(value, Mapping | list | tuple) and len(value) > MAX_ENTRIES:
+                raise BadInput(f"the model spec has {len(value)} {str(name)[:40]}; no network has over {MAX_ENTRIES}")
         try:
             return handler(data)._checked()
         except ValidationError as error:
@@ -153,16 +171,17 @@ class ModelSpec(BaseModel):
         return _outline(self)[1]
 
     def statistics(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel, in 0..1 units, as float32 ``[C]`` on a device; shared, so not to
-        be changed."""
-        mean, std = self.mean or (DEFAULT_MEAN,) * self.channels, self.std or (DEFAULT_STD,) * self.channels
+        """Mean and standard deviation of each channel (of bytes, in 0..1 units), as float32 ``[C]`` on a device;
+        shared, so not to be changed."""
+        usual = (DEFAULT_MEAN, DEFAULT_STD) if self.pixels == "uint8" else (0.0, 1.0)
+        mean, std = self.mean or (usual[0],) * self.channels, self.std or (usual[1],) * self.channels
         return _constant(mean, torch.device(device)), _constant(std, torch.device(device))
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Images ``uint8 [N, H, W, C]`` as networks want them: ``(x/255 - mean)/std``, float32 ``[N, C, H, W]``,
-        channels-last memory."""
-        if images.dtype != torch.uint8 or images.ndim != 4:
-            raise BadInput(f"images must be uint8 [N, H, W, C]; got {images.dtype} {list(images.shape)}")
+        """Images ``[N, H, W, C]`` of this spec's ``pixels`` as networks want them: ``(x/255 - mean)/std`` of uint8,
+        ``(x - mean)/std`` of float32; float32 ``[N, C, H, W]``, channels-last memory."""
+        if images.dtype != getattr(torch, self.pixels) or images.ndim != 4:
+            raise BadInput(f"images must be {self.pixels} [N, H, W, C]; got {images.dtype} {list(images.shape)}")
         height, width, channels = images.shape[1:]
         if (height, width, channels) != (*self.size, self.channels):
             raise BadInput(
@@ -171,7 +190,18 @@ class ModelSpec(BaseModel):
             )
         mean, std = self.statistics(images.device)
         # Normalised as [N, H, W, C] and only then permuted, so that even one channel keeps channels-last strides.
-        return images.contiguous().float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
+        images = images.contiguous()
+        scaled = images.float().div_(255).sub_(mean) if self.pixels == "uint8" else images - mean
+        return scaled.div_(std).permute(0, 3, 1, 2)
+
+    def noise(self, count: int, generator: torch.Generator) -> Tensor:
+        """Images ``[count, H, W, C]`` of nothing, as :meth:`prepare` takes them: every byte alike, or every number
+        within two standard deviations of its channel."""
+        shape = (count, *self.size, self.channels)
+        if self.pixels == "uint8":
+            return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        mean, std = self.statistics()
+        return mean + std * (4 * torch.rand(shape, generator=generator) - 2)
 
 
 class Network(nn.Module):

@@ -28,6 +28,7 @@ touched.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ Shape = tuple[int, ...]
 Layout = dict[str, tuple[torch.dtype, Shape]]
 
 GROUP = 32
+TILE = 1 << 15  # groups that are decoded at a time
 SCALE = "::scale"
 DTYPES = {
     "F64": torch.float64,
@@ -149,12 +151,19 @@ class Int4:
             return stored[name]
         packed, scale = stored[name], _checked_scale(name, stored)
         width = math.prod(shape[1:])
-        halves = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(shape[0], -1)
-        if int(halves.min()) == 0 or (width % 2 and bool((halves[:, -1] != 8).any())):
-            raise BadInput(f"tensor {name!r} holds a value outside int4's range of -7..7 or a used padding half")
-        # In place: the memory of a reader is bounded by what it decodes.
-        values = halves[:, :width].to(torch.float32).sub_(8)
-        return values.mul_(scale.repeat_interleave(GROUP, dim=1)[:, :width]).reshape(shape)
+        values = torch.empty(shape[0], width)
+        # In tiles of whole groups: the memory of a reader is bounded by what it decodes.
+        tall, wide = min(shape[0], TILE), GROUP * max(1, TILE // min(shape[0], TILE))
+        for row, column in itertools.product(range(0, shape[0], tall), range(0, width, wide)):
+            bytes_of = packed[row : row + tall, column // 2 : (column + wide) // 2]
+            halves = torch.stack((bytes_of & 15, bytes_of >> 4), dim=-1).flatten(1)
+            place = values[row : row + tall, column : column + wide]
+            used = place.shape[1]
+            if int(halves.min()) == 0 or bool((halves[:, used:] != 8).any()):
+                raise BadInput(f"tensor {name!r} holds a value outside int4's range of -7..7 or a used padding half")
+            scales = scale[row : row + tall, column // GROUP : (column + wide) // GROUP]
+            place.copy_(halves[:, :used]).sub_(8).mul_(scales.repeat_interleave(GROUP, dim=1)[:, :used])
+        return values.reshape(shape)
 
 
 CODECS: dict[str, Codec] = {

@@ -228,7 +228,7 @@ def read_tensor(file: io.BufferedIOBase, label: str, name: str, entry: Span, sha
 def check_finite(label: str, name: str, tensor: Tensor) -> None:
     """Refuses a tensor with NaN or infinity in it. Looked at in pieces: isfinite takes twice the memory of what it
     looks at."""
-    pieces = torch.split(tensor.reshape(-1), 1 << 22) if tensor.is_floating_point() else ()
+    pieces = torch.split(tensor.reshape(-1), 1 << 20) if tensor.is_floating_point() else ()
     if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
         raise NotFinite(
             f"{label}: tensor {name!r} holds NaN or infinity; its training diverged, so train it again or leave it out"

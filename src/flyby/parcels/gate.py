@@ -5,22 +5,24 @@ Each parcel alone, as it arrives (:meth:`Gate.check`):
 
 1. ``size``: the file, and the number and sum of all admitted so far, within the policy's limits;
 2. ``header``: lengths, schema, manifest;
-3. ``signature``: a bad one is refused always; a sender of the trust file must have signed with its own key;
-4. ``replay``: one parcel per sender, now and in the ledger of earlier fusions;
-5. ``content``: hashes, shapes, finite numbers (``flyby.parcels.parcel.read``);
-6. ``norm``: the root mean square of every tensor within an absolute bound.
+3. ``cost``: what its network would take, told from the spec alone, within the limits (``flyby.models.cost``);
+4. ``signature``: a bad one is refused always; a sender of the trust file must have signed with its own key;
+5. ``replay``: one parcel per sender, now and in the ledger of earlier fusions;
+6. ``content``: hashes, shapes, finite numbers (``flyby.parcels.parcel.read``);
+7. ``norm``: the root mean square of every tensor within an absolute bound.
 
 All together, once (:meth:`Gate.settle`): ``fit`` (the same classes and images as most), ``copy`` (the same tensors
-under another name), ``norm`` again, against the median of the others, ``answers`` (finite logits within range) and,
-where there are labelled images, ``accuracy``. What disagrees is only remarked on: honest sites with different classes
+under another name), ``norm`` again, against the median of the others, ``answers`` (finite logits within range), where
+there are labelled images ``accuracy``, and ``extras``: what travels beside the weights is of the declared type, shape
+and range, and what a rule will use is sound. What disagrees is only remarked on: honest sites with different classes
 agree with nobody, so no threshold would be safe (docs/signing.md has the numbers).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +33,11 @@ import torch
 from flyby import files
 from flyby.data.site import Part
 from flyby.errors import BadInput
+from flyby.models.cost import cost_of
 from flyby.models.spec import ModelSpec
 from flyby.names import printable
 from flyby.parcels import container, parcel, plausible, signing
+from flyby.parcels.inbox import unlike
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Manifest, Parcel
 from flyby.parcels.plausible import Policy
@@ -111,12 +115,11 @@ class Gate:
             standing,
             quarantine,
         )
-        if self.policy.require_signed and trust is None:
-            raise BadInput(
-                "--require-signed needs --trust FILE, which says whose key is whose; make one with: flyby keys trust"
-            )
+        signing.need_trust(trust, self.policy.require_signed)
+        self.again = False  # whether a sender of the standing ledger may come with another model
         self.ledger = Ledger()
         self.notes: list[str] = []
+        self.accuracies: dict[str, float] = {}  # sender -> share of the validation images that its own model gets right
         self._earlier = {c.sender: c.digest for c in earlier.crossings} if earlier is not None else {}
         self._waiting: dict[str, Admitted] = {}
         self._refused: dict[str, Refusal] = {}
@@ -143,12 +146,14 @@ class Gate:
             with _stage("header"):
                 text, block, manifest = _head(source)
             label, sender = _label(source), manifest.sender
+            with _stage("cost"):
+                self.policy.check(manifest.spec, label)
             with _stage("signature"):
-                public = signing.signer_of(text, block, label)
-                self._believe(sender, public, label)
+                public = signing.Signed(sender, signing.CONTEXT + text, block).signer(label)
+                signing.believe(sender, public, label, self.trust, self.policy.require_signed)
             with _stage("replay"):
                 digest = source.digest if isinstance(source, Parcel) else files.file_digest(source)
-                self._once(sender, digest, label)
+                self._once(manifest, digest, label)
             with _stage("content"):
                 item = _content(source, text, block, self.policy.max_bytes)
             with _stage("norm"):
@@ -196,46 +201,24 @@ class Gate:
             )
         return size
 
-    def _believe(self, sender: str, public: bytes | None, label: str) -> None:
-        known = self.trust is not None and sender in self.trust.senders
-        if public is None:
-            if known:
-                raise BadInput(
-                    f"{label} is not signed, and {sender} signs: the trust file has its key; ask {sender} for the"
-                    " signed parcel"
-                )
-            if self.policy.require_signed:
-                raise BadInput(
-                    f"{label} is not signed; {sender} can sign it with: flyby sign, or leave out --require-signed"
-                )
-        elif self.trust is not None and (owner := self.trust.owner_of(public)) != sender:
-            name = signing.fingerprint(public)
-            if owner is not None:
-                raise BadInput(
-                    f"{label} says that it comes from {sender} and is signed with the key of {owner} ({name}); ask both"
-                )
-            if known:
-                raise BadInput(
-                    f"{label} is signed with {name}, which is not the key that {sender} is trusted with; ask {sender}"
-                    " about it"
-                )
-            if self.policy.require_signed:
-                raise BadInput(
-                    f"{label} is signed with {name}, but the trust file does not have {sender}; compare keys, then:"
-                    " flyby keys trust"
-                )
-
-    def _once(self, sender: str, digest: str, label: str) -> None:
+    def _once(self, manifest: Manifest, digest: str, label: str) -> None:
+        sender = manifest.sender
         if sender == self.receiver:
             raise BadInput(f"{label} says that it comes from {sender}, which is this receiver's own name; leave it out")
         if any(one.manifest.sender == sender for one in self._waiting.values()):
             raise BadInput(
                 f"{label} is refused because two parcels come from {sender!r}; each participant sends exactly one"
             )
-        if self.standing is not None and any(sender == c.sender or digest == c.digest for c in self.standing.crossings):
+        known = self.standing.crossings if self.standing is not None else []
+        if any(digest == c.digest or (sender == c.sender and not self.again) for c in known):
             raise BadInput(
                 f"{label} is a second crossing: {sender} is in the ledger of an earlier fusion; each model crosses"
                 " once, so leave it out"
+            )
+        if self.standing is not None and (first := self.standing.origin(manifest.weights_digest, self.receiver)):
+            raise BadInput(
+                f"{label} is a second crossing: it is the model that {first} sent to an earlier fusion; a copy under"
+                " another name counts once"
             )
         if self._earlier.get(sender, digest) != digest:
             raise BadInput(
@@ -253,26 +236,44 @@ class Gate:
         like: Manifest | None = None,
         rule: str | None = None,
         needs: Iterable[str] = (),
+        beside: plausible.Beside | None = None,
     ) -> list[Admitted]:
         """Those that may be fused, in the order they came. ``validation`` are labelled images in the parcels' class
         order; ``like`` is a manifest that all must fit (by default most decide); ``rule`` names a fusion that needs one
-        architecture; ``needs`` is what a fusion asks every parcel for. Fills the ledger and the quarantine.
+        architecture; ``needs`` is what a fusion asks every parcel for; ``beside`` examines the extras. Fills the ledger
+        and the quarantine.
         """
         self._fit(like, rule)
         self._carries(needs)
         self._copies()
-        self._against_median()
-        shares = {key: self._answers(key, one, validation, device) for key, one in list(self._waiting.items())}
-        self._remark({key: share for key, share in shares.items() if share is not None})
+        self._against_median({key: one.norms for key, one in self._waiting.items()})
+        looked = {key: self._look(key, one, validation, device, beside) for key, one in list(self._waiting.items())}
+        self._against_median({key: found[1] for key, found in looked.items() if found is not None})
+        self._remark({key: found[0] for key, found in looked.items() if found is not None and found[0] is not None})
         for one in self._waiting.values():
-            self.ledger.record(one.manifest.sender, self.receiver, one.bytes, one.digest)
+            weights = one.manifest.weights_digest
+            self.ledger.record(one.manifest.sender, self.receiver, one.bytes, one.digest, weights=weights)
         self.isolate()
         return self.waiting
 
     def typical(self) -> Manifest:
-        """The manifest of the first whose classes and images are those of most."""
-        most = Counter(_form(one.manifest) for one in self._waiting.values()).most_common(1)[0][0]
-        return next(one.manifest for one in self._waiting.values() if _form(one.manifest) == most)
+        """The manifest that stands for most: their classes and images, and of these the commonest network."""
+        alike = self._most(self._most(self._waiting.values(), _form), lambda m: m.spec)
+        return min(alike, key=lambda one: (self._standing(one), one.manifest.sender)).manifest
+
+    def _most(self, those: Iterable[Admitted], form: Callable[[Manifest], object]) -> list[Admitted]:
+        """Those of the form that most have: most trusted senders, then most models (copies count once), then the
+        smallest images. Never the order in which they came, which is the senders' to choose."""
+        groups: dict[object, list[Admitted]] = {}
+        for one in those:
+            groups.setdefault(form(one.manifest), []).append(one)
+
+        def votes(item: tuple[object, list[Admitted]]) -> tuple[int, int, int, str]:
+            trusted, spec = [one for one in item[1] if self._standing(one) == 0], item[1][0].manifest.spec
+            models = {one.manifest.weights_digest for one in item[1]}
+            return len(trusted), len(models), -spec.channels * math.prod(spec.size), repr(item[0])
+
+        return max(groups.items(), key=votes)[1]
 
     def unchanged(self) -> None:
         """Refuses what was changed on disk since it was checked: to be asked after a fusion has read it, before
@@ -309,14 +310,26 @@ class Gate:
                 self._drop(
                     key, "fit", f"{m.sender} takes {sizes[0]} images, {first.sender} {sizes[1]}; they cannot be fused"
                 )
+            elif (need := cost_of(m.spec).activations) > (most := self._dearest(first.spec)):
+                self._drop(
+                    key,
+                    "cost",
+                    f"{one.label} takes {need:,} bytes per image where {first.sender} and others allow {most:,}; use"
+                    " networks of about one size",
+                )
         if rule is not None and self._waiting:
-            spec = Counter(one.manifest.spec for one in self._waiting.values()).most_common(1)[0][0]
-            other = next(one.manifest.sender for one in self._waiting.values() if one.manifest.spec == spec)
+            first = self._most(self._waiting.values(), lambda m: m.spec)[0].manifest
             for key, one in list(self._waiting.items()):
-                m = one.manifest
-                if m.spec != spec:
-                    sent = f"{m.sender} sent {m.spec.name} and {other} {spec.name} (or other widths or head)"
-                    self._drop(key, "fit", f"{rule} needs one architecture, but {sent}; use ensemble")
+                if one.manifest.spec != first.spec:
+                    self._drop(key, "fit", unlike(rule, one.manifest, first))
+
+    def _dearest(self, usual: ModelSpec) -> int:
+        """Bytes of activations per image: what is trained through a network, to personalise or to distil, holds them
+        for every image of a batch."""
+        try:
+            return max(self.policy.cost_floor, self.policy.cost_factor * cost_of(usual).activations)
+        except BadInput:  # the receiver's own network, of a kind that tells nothing
+            return self.policy.cost_floor
 
     def _carries(self, needs: Iterable[str]) -> None:
         """One that lacks what the rule asks for is refused like any other, and the rule goes on with the rest."""
@@ -334,11 +347,10 @@ class Gate:
         return 0 if known and one.signer is not None else 1 if one.signer is not None else 2
 
     def _copies(self) -> None:
-        seen: dict[tuple[str, ...], str] = {}
+        seen: dict[str, str] = {}
         # Of two the better known one is the original, then the first. Weights alone decide: an extra is soon added.
         for key, one in sorted(self._waiting.items(), key=lambda pair: self._standing(pair[1])):
-            tensors = one.manifest.tensors.items()
-            content = tuple(sorted(info.sha256 for name, info in tensors if not name.startswith(parcel.EXTRA)))
+            content = one.manifest.weights_digest
             if content in seen:
                 self._drop(
                     key,
@@ -349,41 +361,52 @@ class Gate:
             else:
                 seen[content] = one.manifest.sender
 
-    def _against_median(self) -> None:
-        groups: dict[ModelSpec, dict[str, plausible.Norms]] = {}
-        for key, one in self._waiting.items():
-            groups.setdefault(one.manifest.spec, {})[key] = one.norms
+    def _against_median(self, norms: Mapping[str, plausible.Norms]) -> None:
+        groups: dict[tuple[ModelSpec, tuple[str, ...]], dict[str, plausible.Norms]] = {}
+        for key, found in norms.items():
+            groups.setdefault((self._waiting[key].manifest.spec, tuple(found.rms)), {})[key] = found
         for group in groups.values():
             for key, reason in plausible.outliers(group, self.policy).items():
                 self._drop(
                     key, "norm", f"{self._waiting[key].label}: {reason}; train it again with the settings that all use"
                 )
 
-    def _answers(self, key: str, one: Admitted, validation: Part | None, device: torch.device | str) -> float | None:
-        """Has a network answer; the share of its answers that lie in classes it says it holds, None where that is not
-        to be known."""
-        stage, spec, counts = "answers", one.manifest.spec, one.manifest.counts
+    def _look(
+        self,
+        key: str,
+        one: Admitted,
+        validation: Part | None,
+        device: torch.device | str,
+        beside: plausible.Beside | None,
+    ) -> tuple[float | None, plausible.Norms] | None:
+        """Has a network answer and its extras examined: the share of its answers that lie in classes it says it holds
+        (None where that is not to be known) and the norms of its extras; None where it is refused."""
+        counts, classes, sizes = one.manifest.counts, one.manifest.spec.classes, dict[str, float]()
         try:
-            item = (
-                one.source
-                if isinstance(one.source, Parcel)
-                else parcel.read(one.source, max_bytes=self.policy.max_bytes)
-            )
-            answers = plausible.answers(item, None if validation is None else validation.images, device, self.policy)
+            with _stage("answers"):
+                item = (
+                    one.source
+                    if isinstance(one.source, Parcel)
+                    else parcel.read(one.source, max_bytes=self.policy.max_bytes)
+                )
+                shown = None if validation is None else validation.images
+                answers = plausible.answers(item, shown, device, self.policy)
             if validation is not None:
-                stage, labels = "accuracy", validation.labels.cpu()
-                judged = plausible.judge(answers == labels, labels, counts, spec.classes, lenient=True)
+                labels = validation.labels.cpu()
+                judged = plausible.judge(answers == labels, labels, counts, classes, lenient=True)
+                self.accuracies[one.manifest.sender] = float((answers == labels).double().mean())
                 if not judged.passes:
-                    raise BadInput(judged.reason)
+                    raise Refused(judged.reason, "accuracy")
+            if beside is not None:
+                with _stage("extras"):
+                    sizes |= beside(item, validation, device)
         except Exception as error:  # whatever a stranger's model does, it is the stranger's fault
-            reason = (
-                str(error)
-                if isinstance(error, BadInput)
-                else f"it crashes on a batch of images ({type(error).__name__})"
-            )
-            self._drop(key, stage, f"{one.label}: {reason}")
+            crash = Refused(f"it crashes on a batch of images ({type(error).__name__})", "answers")
+            refused = error if isinstance(error, Refused) else crash
+            self._drop(key, refused.stage, f"{one.label}: {refused}")
             return None
-        return None if counts is None else float((torch.tensor(counts) > 0)[answers].double().mean())
+        share = None if counts is None else float((torch.tensor(counts) > 0)[answers].double().mean())
+        return share, plausible.Norms(0.0, sizes)
 
     def _remark(self, shares: dict[str, float]) -> None:
         names = [one.manifest.sender for one in self._waiting.values() if one.signer is None]
@@ -431,9 +454,13 @@ class Gate:
                 self.notes.append(f"{one.name} stays where it is: it is too large for another disk; see {reason.name}")
 
 
+# A command that watches a folder opens a gate for every file; these are only looked at, and never changed by a gate.
+_ledger, _trust = files.Latest(Ledger.load), files.Latest(signing.Trust.load)
+
+
 def open_gate(
     receiver: str,
-    out: Path,
+    out: Path | None,
     *,
     trust: Path | None = None,
     require_signed: bool = False,
@@ -448,9 +475,9 @@ def open_gate(
         {"require_signed": require_signed, **{name: value for name, value in limits.items() if value is not None}},
         "admission",
     )
-    standing = None if ledger is None else Ledger.load(ledger) if ledger.exists() else Ledger()
-    earlier = Ledger.load(out / "ledger.json") if (out / "ledger.json").exists() else None
-    known = None if trust is None else signing.Trust.load(trust)
+    standing = None if ledger is None else _ledger(ledger) if ledger.exists() else Ledger()
+    earlier = _ledger(out / "ledger.json") if out is not None and (out / "ledger.json").exists() else None
+    known = None if trust is None else _trust(trust)
     return Gate(policy, receiver=receiver, trust=known, standing=standing, earlier=earlier, quarantine=quarantine)
 
 
@@ -461,7 +488,9 @@ def remember(gate: Gate, ledger: Path | None) -> None:
     with files.sole_writer(ledger):  # read again under the lock: another fusion may have added to it meanwhile
         standing = Ledger.load(ledger) if ledger.exists() else Ledger()
         for crossing in gate.ledger.crossings:
-            standing.record(crossing.sender, crossing.receiver, crossing.bytes, crossing.digest)
+            standing.record(
+                crossing.sender, crossing.receiver, crossing.bytes, crossing.digest, weights=crossing.weights
+            )
         standing.save(ledger)
 
 
@@ -497,7 +526,7 @@ def _content(source: Path | Parcel, text: bytes, block: bytes, max_bytes: int) -
 
 
 def _form(manifest: Manifest) -> tuple[object, ...]:
-    return manifest.class_names, manifest.spec.size, manifest.spec.channels
+    return manifest.class_names, manifest.spec.size, manifest.spec.channels, manifest.spec.pixels
 
 
 def _key(source: Path | Parcel) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from flyby.errors import BadInput
 from flyby.models import Network
+from flyby.models.cost import Limits
 from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of
 from flyby.names import natural
 from flyby.parcels import parcel
@@ -20,13 +21,17 @@ class Inbox:
 
     What was read is kept where all parcels together take at most half of ``IN_MEMORY`` (the networks made of them take
     as much again), so that no file is read twice; larger ones are read anew each time, and one of them is held.
+    ``limits`` are for parcels that have come through no gate.
     """
 
-    def __init__(self, sources: Iterable[Path | str | Parcel]) -> None:
+    def __init__(self, sources: Iterable[Path | str | Parcel], limits: Limits | None = None) -> None:
         items = [s if isinstance(s, Parcel) else Path(s) for s in sources]
         if not items:
             raise BadInput("there are no parcels to fuse; name .parcel files")
         pairs = [(parcel.read_manifest(s) if isinstance(s, Path) else s.manifest, s) for s in items]
+        if limits is not None:
+            for manifest, _ in pairs:
+                limits.check(manifest.spec, manifest.sender)
         pairs.sort(key=lambda pair: natural(pair[0].sender))
         self.manifests: list[Manifest] = [m for m, _ in pairs]
         self.sources: list[Path | Parcel] = [s for _, s in pairs]
@@ -89,10 +94,11 @@ class Inbox:
                     f"{m.sender} and {first.sender} name different classes; parcels can only be fused over the same"
                     " classes"
                 )
-            if (m.spec.size, m.spec.channels) != (first.spec.size, first.spec.channels):
+            takes, wanted = ((one.spec.size, one.spec.channels, one.spec.pixels) for one in (m, first))
+            if takes != wanted:
                 raise BadInput(
-                    f"{m.sender} takes {m.spec.size}x{m.spec.channels} images, {first.sender}"
-                    f" {first.spec.size}x{first.spec.channels}; they cannot be fused"
+                    f"{m.sender} takes {m.spec.size}x{m.spec.channels} images of {m.spec.pixels}, {first.sender}"
+                    f" {first.spec.size}x{first.spec.channels} of {first.spec.pixels}; they cannot be fused"
                 )
 
     def same_spec(self, rule: str) -> None:
@@ -100,10 +106,7 @@ class Inbox:
         first = self.manifests[0]
         for m in self.manifests:
             if m.spec != first.spec:
-                raise BadInput(
-                    f"{rule} needs one architecture, but {m.sender} sent {m.spec.name} and {first.sender}"
-                    f" {first.spec.name} (or other widths or head); use ensemble"
-                )
+                raise BadInput(unlike(rule, m, first))
 
     def same_features(self, rule: str) -> None:
         """Refuse features of different widths, for rules that add features up (heads and architectures may differ)."""
@@ -113,3 +116,14 @@ class Inbox:
             raise BadInput(
                 f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts"
             )
+
+
+def unlike(rule: str, one: Manifest, other: Manifest) -> str:
+    """Why a rule that combines weights cannot take two parcels together, and what to do."""
+    if one.spec.replace(mean=other.spec.mean, std=other.spec.std) == other.spec:
+        return (
+            f"{rule} needs one normalisation, and {one.sender} and {other.sender} have each their own; train all sites"
+            " with one (--set model.mean=... model.std=...; `flyby data PATH` prints them), or use ensemble"
+        )
+    sent = f"{one.sender} sent {one.spec.name} and {other.sender} {other.spec.name} (or other widths or head)"
+    return f"{rule} needs one architecture, but {sent}; use ensemble"

@@ -1,4 +1,5 @@
-"""The ledger: who sent what to whom, and how many bytes it took. One crossing for each ordered pair, ever."""
+"""The ledger: who sent what to whom, and how many bytes it took. One crossing for each ordered pair, ever; another one
+is entered only where somebody asked for it, and is counted."""
 
 from __future__ import annotations
 
@@ -24,13 +25,20 @@ class SecondCrossing(BadInput):
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Crossing:
     """One upload: ``bytes`` is the size of the file, ``digest`` names its content, ``round`` the contact round (0 if
-    there is one)."""
+    there is one). ``again`` counts the crossings of this pair before it: more than 0 only where that was asked for.
+    ``weights`` names the model, whatever travels beside it (None in ledgers that do not say)."""
 
     sender: Name
     receiver: Name
     bytes: Annotated[int, Field(ge=0)]
     digest: Annotated[str, Field(min_length=1, max_length=128)]
     round: Annotated[int, Field(ge=0)] = 0
+    again: Annotated[int, Field(ge=0)] = 0
+    weights: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+    def row(self) -> dict[str, Any]:
+        row = dataclasses.asdict(self)
+        return {key: value for key, value in row.items() if key not in ("again", "weights") or value}
 
 
 class Ledger:
@@ -38,35 +46,67 @@ class Ledger:
     warning."""
 
     def __init__(self) -> None:
-        self._crossings: dict[tuple[str, str], Crossing] = {}
+        self._crossings: dict[tuple[str, str, int], Crossing] = {}
 
     @property
     def crossings(self) -> list[Crossing]:
         return list(self._crossings.values())
 
-    def record(self, sender: str, receiver: str, bytes: int, digest: str, round: int = 0) -> None:
+    def record(
+        self,
+        sender: str,
+        receiver: str,
+        bytes: int,
+        digest: str,
+        round: int = 0,
+        *,
+        again: bool = False,
+        weights: str | None = None,
+    ) -> None:
         """Notes that ``sender`` sent ``bytes`` to ``receiver``; raises :class:`SecondCrossing` if it had done so
-        before."""
+        before, unless ``again`` allows it."""
+        before = self.times(sender, receiver) if again else 0
         try:
-            crossing = Crossing(sender, receiver, bytes, digest, round)
+            crossing = Crossing(sender, receiver, bytes, digest, round, before, weights)
         except ValidationError as error:
             raise BadInput(f"not a valid crossing: {sentence(error)}") from None
         self._add(crossing)
 
     def _add(self, crossing: Crossing) -> None:
-        pair = crossing.sender, crossing.receiver
+        times = self.times(crossing.sender, crossing.receiver)
         if crossing.sender == crossing.receiver:
             raise BadInput(f"{crossing.sender} cannot send a parcel to itself; name two different participants")
-        if pair in self._crossings:
-            earlier = self._crossings[pair].digest[:16]
+        if crossing.again != times:
+            if crossing.again > times:
+                raise BadInput(
+                    f"{crossing.sender} has not crossed to {crossing.receiver} {crossing.again} times before"
+                )
+            earlier = self._crossings[crossing.sender, crossing.receiver, times - 1].digest[:16]
             raise SecondCrossing(
                 f"{crossing.sender} already sent {earlier} to {crossing.receiver}; each model crosses once, so use the"
                 " parcel that is there"
             )
-        self._crossings[pair] = crossing
+        if (first := self.origin(crossing.weights, crossing.receiver)) is not None:
+            raise SecondCrossing(
+                f"the model of {crossing.sender} is the one that {first} already sent to {crossing.receiver}; a copy"
+                " under another name counts once"
+            )
+        self._crossings[crossing.sender, crossing.receiver, times] = crossing
+
+    def origin(self, weights: str | None, receiver: str) -> str | None:
+        """Who has sent this very model to ``receiver``, under whatever name."""
+        known = (c for c in self._crossings.values() if c.receiver == receiver and c.weights is not None)
+        return next((c.sender for c in known if c.weights == weights), None)
 
     def has(self, sender: str, receiver: str) -> bool:
-        return (sender, receiver) in self._crossings
+        return self.times(sender, receiver) > 0
+
+    def times(self, sender: str, receiver: str) -> int:
+        """How often ``sender`` has sent to ``receiver``."""
+        times = 0
+        while (sender, receiver, times) in self._crossings:
+            times += 1
+        return times
 
     def bytes_up(self, server: str = "server") -> int:
         """Bytes that reached the server."""
@@ -86,7 +126,7 @@ class Ledger:
 
     def save(self, path: Path | str) -> None:
         """Writes the ledger as JSON, whole or not at all."""
-        files.write_json(path, {"schema_version": SCHEMA, "crossings": [dataclasses.asdict(c) for c in self.crossings]})
+        files.write_json(path, {"schema_version": SCHEMA, "crossings": [c.row() for c in self.crossings]})
 
     @classmethod
     def load(cls, path: Path | str) -> Ledger:

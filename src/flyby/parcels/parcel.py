@@ -24,7 +24,7 @@ from torch import Tensor
 from flyby import files
 from flyby.errors import BadInput
 from flyby.models.spec import ModelSpec, Network, Shapes
-from flyby.names import Name, printable
+from flyby.names import Label, Name, printable
 from flyby.parcels import container
 from flyby.parcels.codecs import DTYPE_NAMES, DTYPES, MAX_DIMENSIONS, MAX_EXTENT, Span, codec, parse_json
 from flyby.parcels.container import (
@@ -80,7 +80,6 @@ class TensorInfo(BaseModel):
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Label = Annotated[str, Field(pattern=r"^[^\p{Cc}]{1,256}$")]
 ExtraName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
 
@@ -109,6 +108,8 @@ class Manifest(BaseModel):
     def _agrees_with_itself(self) -> Self:
         if len(self.class_names) != self.spec.classes:
             raise ValueError(f"{len(self.class_names)} class names for a model of {self.spec.classes} classes")
+        if len(set(self.class_names)) < len(self.class_names):
+            raise ValueError("two of its classes have the same name")
         if self.counts is not None and len(self.counts) != self.spec.classes:
             raise ValueError(f"{len(self.counts)} class counts for a model of {self.spec.classes} classes")
         if self.counts is not None and self.counts_kind == "exact" and sum(self.counts) != self.samples:
@@ -152,6 +153,13 @@ class Manifest(BaseModel):
         signature)."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
+    @property
+    def weights_digest(self) -> str:
+        """The SHA-256 of what names the weights alone, whoever sends them and whatever travels beside: the same for a
+        copy."""
+        hashes = sorted(info.sha256 for name, info in self.tensors.items() if not name.startswith(EXTRA))
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
@@ -188,10 +196,12 @@ class Parcel:
         rows = (f"<tr><th>{name}</th><td>{escape(printable(value))}</td></tr>" for name, value in facts.items())
         return f"<table>{''.join(rows)}</table>"
 
-    def network(self, device: torch.device | str = "cpu") -> Network:
-        """The sender's network, rebuilt from the spec (code never travels), in eval mode."""
+    def network(self, device: torch.device | str = "cpu", *, shared: bool = False) -> Network:
+        """The sender's network, rebuilt from the spec (code never travels), in eval mode. ``shared`` leaves its weights
+        in the parcel's own memory, for a network that is only to answer."""
         network = self.manifest.spec.skeleton()
-        network.load_state_dict({name: value.clone() for name, value in self.weights.items()}, strict=True, assign=True)
+        weights = {name: value if shared else value.clone() for name, value in self.weights.items()}
+        network.load_state_dict(weights, strict=True, assign=True)
         network.identity = "" if self.revised else self.digest
         return network.to(device).eval()
 
@@ -355,8 +365,8 @@ def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Par
         name: container.read_tensor(file, label, name, entry, manifest.tensors[name].sha256)
         for name, entry in entries.items()
     }
-    weights = _decode(label, manifest.codec, shapes, stored)
-    return Parcel(manifest, weights, {name: stored[EXTRA + name] for name in manifest.extras}, signature)
+    extras = {name: stored.pop(EXTRA + name) for name in manifest.extras}
+    return Parcel(manifest, _decode(label, manifest.codec, shapes, stored), extras, signature)
 
 
 def _read_head(
@@ -438,11 +448,12 @@ def _check_same(label: str, expected: Mapping[str, object], found: Mapping[str, 
             raise WrongShape(f"{label}: tensor {name!r} is {found[name]} where its model has {expected[name]}")
 
 
-def _decode(label: str, codec_name: str, shapes: Shapes, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _decode(label: str, codec_name: str, shapes: Shapes, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights; what was stored of each is let go as soon as it is decoded, so that only one is there twice."""
     weights = {}
     for name, (shape, _) in shapes.items():
         with container.blame(label, Corrupt):
             weights[name] = codec(codec_name).decode(name, stored, shape)
-        if weights[name] is not stored[name]:
+        if stored.pop(name) is not weights[name]:
             container.check_finite(label, name, weights[name])  # a byte times a large scale may overflow
     return weights

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
+from flyby.data.site import Part
 from flyby.errors import BadInput
+from flyby.models.cost import Limits, at_once
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
@@ -26,11 +28,15 @@ OTHERS = 3  # models of the same architecture without which a median says nothin
 STATISTICS = ("running_mean", "running_var")
 
 
-class Policy(BaseModel):
-    """The limits of a gate. The norm bounds are several times what honest sites showed at their most uneven
-    (docs/signing.md)."""
+# What a gate asks of a parcel's extras, given labelled images or none: BadInput where they cannot be what they say,
+# else root mean squares to compare with those of others (``flyby.statistics`` knows every kind).
+Beside = Callable[[Parcel, Part | None, torch.device | str], Mapping[str, float]]
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class Policy(Limits):
+    """The limits of a gate: those of every stranger's network, and its own. The norm bounds are several times what
+    honest sites showed at their most uneven (docs/signing.md)."""
+
     max_bytes: Annotated[int, Field(gt=0)] = parcel.MAX_BYTES
     max_parcels: Annotated[int, Field(gt=0)] = 10_000
     max_total: Annotated[int, Field(gt=0)] = 64 << 30
@@ -41,6 +47,8 @@ class Policy(BaseModel):
     tensor_factor: Annotated[float, Field(gt=1)] = 10.0
     statistics_factor: Annotated[float, Field(gt=1)] = 100.0
     tensor_floor: Annotated[float, Field(ge=0)] = 0.05
+    cost_factor: Annotated[int, Field(gt=1)] = 16
+    cost_floor: Annotated[int, Field(gt=0)] = 64 << 20
 
 
 class Norms(NamedTuple):
@@ -56,7 +64,9 @@ def norms(item: Parcel, label: str, policy: Policy) -> Norms:
     squares = 0.0
     for name, tensor in [*item.weights.items(), *((parcel.EXTRA + n, t) for n, t in item.extras.items())]:
         if tensor.is_floating_point() and tensor.numel():
-            norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+            # In pieces: in float64 a half float is four times as large.
+            pieces = torch.split(tensor.reshape(-1), 1 << 18)
+            norm = math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces))
             value = norm / math.sqrt(tensor.numel())
             if not value <= policy.max_rms:
                 raise BadInput(
@@ -99,13 +109,12 @@ def _median_of_others(ordered: Sequence[float], own: float) -> float:
 def answers(item: Parcel, images: Tensor | None, device: torch.device | str, policy: Policy) -> Tensor:
     """The classes that a parcel's network gives to images, or to seeded noise where there are none; its logits must be
     finite and within range on both."""
-    spec, network = item.manifest.spec, item.network(device)
-    noise = torch.randint(
-        0, 256, (PROBE, *spec.size, spec.channels), generator=generator("admission", "probe"), dtype=torch.uint8
-    )
+    spec, network = item.manifest.spec, item.network(device, shared=True)
+    few = at_once(spec, 256)
+    noise = spec.noise(min(PROBE, few), generator("admission", "probe"))
     classes = torch.empty(0)
     for batch in [noise] if images is None else [noise, images]:
-        logits = torch.cat([network(spec.prepare(piece.to(device))).float().cpu() for piece in torch.split(batch, 256)])
+        logits = torch.cat([network(spec.prepare(piece.to(device))).float().cpu() for piece in torch.split(batch, few)])
         within = float(logits.abs().max()) <= policy.max_logit  # NaN is not below anything
         if logits.shape[1:] != (spec.classes,) or not within:
             raise BadInput(f"its answers are not finite or beyond {policy.max_logit:g}; its training diverged")

@@ -1,8 +1,9 @@
-"""Who sent a parcel: Ed25519 signatures over its manifest, and the trust file that says whose key is whose.
+"""Who sent a parcel or made a model: Ed25519 signatures, and the trust file that says whose key is whose.
 
-The manifest holds the SHA-256 of every tensor, so a signature over the manifest covers the whole content. It is taken
-over ``CONTEXT`` and then the manifest's canonical bytes; the prefix keeps a signature made here from meaning anything
-elsewhere. The parcel's signature block is exactly 97 bytes:
+A parcel's manifest holds the SHA-256 of every tensor, so a signature over the manifest covers the whole content. It is
+taken over ``CONTEXT`` and then the manifest's canonical bytes; the prefix keeps a signature made here from meaning
+anything elsewhere. A model folder's ``signature.json`` holds the SHA-256 of every file beside it, and is signed in the
+same way under a prefix of its own. The signature block is exactly 97 bytes:
 
 ========  ==========================================
 bytes     content
@@ -12,8 +13,8 @@ bytes     content
 64        the signature (RFC 8032, Ed25519)
 ========  ==========================================
 
-That a signature is valid says that the holder of *this* key made the parcel; whose key it is, only the receiver's own
-trust file says.
+That a signature is valid says that the holder of *this* key made it; whose key it is, only the receiver's own trust
+file says.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import binascii
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from flyby import files
 from flyby.errors import BadInput
-from flyby.names import PATTERN, Name, check_name
+from flyby.names import PATTERN, Name, check_name, printable
 from flyby.parcels.parcel import Parcel
 from flyby.settings import sentence
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 CONTEXT = b"flyby parcel manifest, signature block 1\0"
+FOLDER_CONTEXT = b"flyby model folder, signature block 1\0"
+FOLDER_FILE = "signature.json"
 VERSION = 1
 PUBLIC, SIGNATURE = 32, 64
 BLOCK = 1 + PUBLIC + SIGNATURE
@@ -62,9 +66,11 @@ _SMALL_ORDER = frozenset(
 )
 _LARGEST = 1 << 16  # bytes of a key file; nobody's key is longer
 
+log = logging.getLogger(__name__)
+
 
 class BadSignature(BadInput):
-    """A parcel's signature does not fit its manifest, or is no signature at all."""
+    """A signature does not fit what it stands on, or is no signature at all."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +109,40 @@ def fingerprint(public: bytes) -> str:
 # Signing and checking
 
 
+class Signed(NamedTuple):
+    """What a signature is checked against: who is said to have made it (None: nobody is), the bytes that are signed,
+    prefix and all, and the signature block (empty: there is none)."""
+
+    sender: str | None
+    content: bytes
+    block: bytes
+
+    @classmethod
+    def parcel(cls, item: Parcel) -> Signed:
+        return cls(item.manifest.sender, CONTEXT + item.manifest.to_bytes(), item.signature)
+
+    def signer(self, label: str) -> bytes | None:
+        """The public key that signed, None where there is no signature; anything else is BadSignature."""
+        if not self.block:
+            return None
+        public, signature = open_block(self.block, label)
+        if not verify_bytes(public, signature, self.content):
+            raise BadSignature(
+                f"{label}: its signature does not fit its content; it was changed after {fingerprint(public)} signed"
+                " it, or never signed by it"
+            )
+        return public
+
+
 def sign(item: Parcel, key: PrivateKey) -> Parcel:
     """The same parcel with the key's signature. A key that names another sender than the parcel is refused: no receiver
     would believe it."""
     check_sender(key, item.manifest.sender)
-    block = bytes([VERSION]) + key.public.raw + sign_bytes(key.key, CONTEXT + item.manifest.to_bytes())
-    return dataclasses.replace(item, signature=block)
+    return dataclasses.replace(item, signature=_block(key, Signed.parcel(item).content))
+
+
+def _block(key: PrivateKey, content: bytes) -> bytes:
+    return bytes([VERSION]) + key.public.raw + sign_bytes(key.key, content)
 
 
 def check_sender(key: PrivateKey, sender: str) -> None:
@@ -119,26 +153,11 @@ def check_sender(key: PrivateKey, sender: str) -> None:
         )
 
 
-def signer_of(manifest: bytes, block: bytes, label: str) -> bytes | None:
-    """The public key that signed a manifest (given as its canonical bytes), None where there is no signature; anything
-    else is BadSignature."""
-    if not block:
-        return None
-    public, signature = open_block(block, label)
-    if not verify_bytes(public, signature, CONTEXT + manifest):
-        raise BadSignature(
-            f"{label}: its signature does not fit its content; it was changed after {fingerprint(public)} signed it, or"
-            " never signed by it"
-        )
-    return public
-
-
 def open_block(block: bytes, label: str) -> tuple[bytes, bytes]:
     """(public key, signature) of a signature block, not yet checked."""
     if len(block) != BLOCK or block[0] != VERSION:
         raise BadSignature(
-            f"{label}: its signature block of {len(block)} bytes is not one that this flyby knows; sign the parcel"
-            " again"
+            f"{label}: its signature block of {len(block)} bytes is not one that this flyby knows; have it signed again"
         )
     return block[1 : 1 + PUBLIC], block[1 + PUBLIC :]
 
@@ -324,7 +343,7 @@ class Trust(BaseModel):
 
 
 class Verdict(NamedTuple):
-    """What a signature says of a parcel: who signed, whether it fits, and whom the trust file takes the signer for."""
+    """What a signature says: who signed, whether it fits, and whom the trust file takes the signer for."""
 
     fingerprint: str | None
     valid: bool
@@ -332,18 +351,17 @@ class Verdict(NamedTuple):
     note: str
 
 
-def verdict(item: Parcel, trust: Trust | None = None) -> Verdict:
-    """The signature of a parcel, in words; raises nothing, since ``flyby inspect`` wants to show bad ones too."""
-    sender = item.manifest.sender
-    if not item.signature:
-        return Verdict(None, False, None, "none")
+def verdict(signed: Signed, trust: Trust | None = None, label: str | None = None) -> Verdict:
+    """A signature, in words; raises nothing, since ``flyby inspect`` wants to show bad ones too."""
+    sender, block = signed.sender, signed.block
     try:
-        public, _ = open_block(item.signature, sender)
-        name = fingerprint(public)
-        signer_of(item.manifest.to_bytes(), item.signature, sender)
+        public = signed.signer(label or str(sender))
     except BadSignature as error:
-        claimed = item.signature[1 : 1 + PUBLIC] if len(item.signature) == BLOCK else None
+        claimed = block[1 : 1 + PUBLIC] if len(block) == BLOCK else None
         return Verdict(fingerprint(claimed) if claimed else None, False, None, f"NOT VALID ({error})")
+    if public is None:
+        return Verdict(None, False, None, "none")
+    name = fingerprint(public)
     if trust is None:
         return Verdict(name, True, None, f"valid, by key {name}; whose key that is, a trust file says (--trust FILE)")
     owner = trust.owner_of(public)
@@ -357,3 +375,120 @@ def verdict(item: Parcel, trust: Trust | None = None) -> Verdict:
         f"{sender} is trusted with another key" if sender in trust.senders else f"{sender} is not in the trust file"
     )
     return Verdict(name, True, None, f"valid, by key {name}, NOT TRUSTED: {another}")
+
+
+def need_trust(trust: Trust | None, required: bool) -> None:
+    if required and trust is None:
+        raise BadInput(
+            "--require-signed needs --trust FILE, which says whose key is whose; make one with: flyby keys trust"
+        )
+
+
+def believe(sender: str | None, public: bytes | None, label: str, trust: Trust | None, required: bool) -> None:
+    """Refuses what the trust file speaks against: a known sender's thing without its signature or with another's, and,
+    where a signature is ``required``, whatever a known sender has not signed. ``public`` is the key of a good
+    signature, None where there is none."""
+    known = trust is not None and sender in trust.senders
+    if public is None:
+        if known:
+            raise BadInput(
+                f"{label} is not signed, and {sender} signs: the trust file has its key; ask {sender} for the signed"
+                " one"
+            )
+        if required:
+            raise BadInput(
+                f"{label} is not signed; {sender or 'its maker'} can sign it with: flyby sign, or leave out"
+                " --require-signed"
+            )
+    elif trust is not None and (owner := trust.owner_of(public)) != sender:
+        name = fingerprint(public)
+        if owner is not None:
+            raise BadInput(
+                f"{label} says that it comes from {sender} and is signed with the key of {owner} ({name}); ask both"
+            )
+        if known:
+            raise BadInput(
+                f"{label} is signed with {name}, which is not the key that {sender} is trusted with; ask {sender} about"
+                " it"
+            )
+        if required:
+            raise BadInput(
+                f"{label} is signed with {name}, but the trust file does not have {sender}; compare keys, then: flyby"
+                " keys trust"
+            )
+
+
+def check_model(signed: Signed, label: str, trust: Trust | None, required: bool) -> None:
+    """As parcels are let in, a model is used: a bad signature is refused always, a missing or a strange one as
+    :func:`believe` says. What is used without a trusted one is said, where there is a signature or a trust file."""
+    need_trust(trust, required)
+    public = signed.signer(label)
+    believe(signed.sender, public, label, trust, required)
+    if public is not None and (trust is None or trust.owner_of(public) is None):
+        log.warning("note: the signature of %s is %s", label, verdict(signed, trust, label).note)
+    elif public is None and trust is not None:
+        log.warning("note: %s is not signed, so anybody may have made it; its maker can sign it: flyby sign", label)
+
+
+# Model folders
+
+
+class _FolderFile(BaseModel):
+    """``signature.json`` of a model folder: who signed which files, and the signature block in base64."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    schema_version: Literal[1] = 1
+    sender: Name
+    files: dict[str, str]
+    signature: str
+
+    @property
+    def content(self) -> bytes:
+        said = self.model_dump(mode="json", exclude={"signature"})
+        return FOLDER_CONTEXT + files.canonical(said)
+
+
+def sign_folder(folder: Path, key: PrivateKey) -> _FolderFile:
+    """Writes ``signature.json`` over every plain file that lies in a model folder now (none of a folder in it)."""
+    if key.sender is None:
+        raise BadInput("the key does not name its owner; begin its file with a line such as: flyby sender: hospital-a")
+    names = _names(folder)
+    if odd := [name for name in names if files.plain_name(name) != name]:
+        raise BadInput(f"{folder} holds {printable(odd[0])!r}, a name that cannot be signed; take that file away")
+    digests = {name: files.file_digest(folder / name) for name in names}
+    made = _FolderFile(sender=key.sender, files=digests, signature="")
+    made = made.model_copy(update={"signature": base64.b64encode(_block(key, made.content)).decode()})
+    files.write_json(folder / FOLDER_FILE, made.model_dump(mode="json"))
+    return made
+
+
+def read_folder(folder: Path) -> Signed:
+    """What is signed of a model folder. Files that are not as they were signed, or that nobody signed, are
+    BadSignature; that the signature is its sender's own, ``Signed.signer`` and ``believe`` say."""
+    path = folder / FOLDER_FILE
+    if not path.exists():
+        return Signed(None, b"", b"")
+    if path.stat().st_size > _LARGEST:
+        raise BadSignature(f"{path} is too large for a signature; have the folder signed again with: flyby sign")
+    files.read_json(path)  # says in plain words if it is no JSON
+    try:
+        said = _FolderFile.model_validate_json(path.read_bytes())
+        block = base64.b64decode(said.signature, validate=True)
+    except (ValidationError, binascii.Error) as error:
+        why = sentence(error) if isinstance(error, ValidationError) else error
+        raise BadSignature(f"{path} is not a signature of flyby: {why}") from None
+    there, mend = set(_names(folder)), "ask who signed it for the whole folder, or have it signed again"
+    for name in sorted(there ^ set(said.files)):
+        what = "which nobody signed" if name in there else "which was signed, is gone"
+        verb = "holds" if name in there else "is not whole:"
+        raise BadSignature(f"{folder} {verb} {printable(name)}, {what}; {mend}")
+    for name, digest in said.files.items():
+        if files.file_digest(folder / name) != digest:
+            raise BadSignature(f"{folder / name} was changed after {said.sender} signed it; {mend}")
+    return Signed(said.sender, said.content, block)
+
+
+def _names(folder: Path) -> list[str]:
+    """The plain files of a folder, but for its signature and hidden ones, which no command reads."""
+    found = (path.name for path in folder.iterdir() if path.is_file())
+    return sorted(name for name in found if name != FOLDER_FILE and not name.startswith("."))

@@ -12,13 +12,14 @@ from flyby.errors import BadInput
 from flyby.meeting.settings import VARIANTS
 from flyby.report import page
 from flyby.report.read import RunData
-from flyby.runs.methods import METHODS
+from flyby.runs.methods import METHODS, PRINTED
+from flyby.runs.paired import Paired, mean_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NodeFacts = Mapping[str, dict[str, Any]]
-LABELS = {"fol": "FOL", "fol-a": "FOL", "fol-n": "FOL-N", "fol-an": "FOL-N", "gossip": "FedAvg"}
+MORE = {"log_loss": "log-loss", "calibration_error": "calibration error", "recall": "recall at 5 % false alarms"}
 FEW = 12  # nodes that can be named beside their lines
 WORSE = PALETTE[1]
 
@@ -40,47 +41,127 @@ def sections_of(run: RunData) -> list[dict[str, Any]]:
 
 def sections(facts: NodeFacts, variant: str, rounds: int) -> list[dict[str, Any]]:
     """The first section holds every node's numbers, as a slope chart too."""
-    found = (nodes(facts, variant, rounds), theorems(facts), pruning(facts), meetings(facts))
+    found = (
+        nodes(facts, variant, rounds),
+        *common(facts, variant, rounds),
+        theorems(facts),
+        pruning(facts),
+        meetings(facts),
+    )
     return [section for section in found if section]
 
 
 def nodes(facts: NodeFacts, variant: str, last: int) -> dict[str, Any]:
-    student = LABELS.get(variant, variant)
-    teacher = student.replace("FOL", "FOL-A").replace("FOL-A-N", "FOL-AN")
-    both = student.startswith("FOL")
-    rounds = range(1, last + 1)
-    columns = ["node", "model", "train", "val", "test", "local", *(f"{student} E={e}" for e in rounds)]
-    columns += [f"{teacher} E={e}" for e in rounds] if both else []
+    student, teacher = PRINTED.get(variant, (variant, ""))
+    columns = ["node", "model", "train", "val", "test", "local", *(f"{student} E={e}" for e in range(1, last + 1))]
+    columns += [f"{teacher} E={e}" for e in range(1, last + 1)] if teacher else []
     rows: list[list[Any]] = []
     for name, one in facts.items():
-        row = [
-            name,
-            one["model"],
-            one["train"],
-            one["val"],
-            one["test"],
-            one["local"],
-            *(r["student"] for r in one["rounds"]),
-        ]
-        rows.append(row + ([r["teacher"] for r in one["rounds"]] if both else []))
-    means = ["mean", "", *(_mean([row[i] for row in rows]) for i in range(2, len(columns)))]
-    answer = teacher if variant in VARIANTS and VARIANTS[variant].teacher else student
-    text = (
-        "Own-test accuracy of each evaluated node: its pretrained model, then after every round. Mean: local"
-        f" {means[5]:.4f}"
-    )
-    text += "".join(f", {columns[i]} {means[i]:.4f}" for i in range(6, len(columns))) + "."
-    slopes = {
-        "left": "local",
-        "right": answer,
-        "pairs": {name: [one["local"], one["answer"]] for name, one in facts.items()},
-    }
+        row = [name, one["model"], one["train"], one["val"], one["test"], one["local"]]
+        row += [r["student"] for r in one["rounds"]]
+        rows.append(row + ([r["teacher"] for r in one["rounds"]] if teacher else []))
+    slopes = _slopes(variant, {name: [one["local"], one["answer"]] for name, one in facts.items()})
     return {
         "title": "Node by node",
-        "text": text,
+        "text": "Accuracy of each judged node on its own test images: its pretrained model, then after every round. "
+        + _said(columns, rows, 5, last),
         "slopes": slopes,
-        "table": {"columns": columns, "rows": [*rows, means]},
+        "table": {"columns": columns, "rows": [*rows, *_sums(rows, 2, 5)]},
     }
+
+
+def common(facts: NodeFacts, variant: str, last: int) -> list[dict[str, Any]]:
+    """The same nodes judged by images that are the same for all; empty for a run that had none."""
+    if not all(one.get("common", {}).get("local") for one in facts.values()):
+        return []
+    student, teacher = PRINTED.get(variant, (variant, ""))
+    series = [("local", "local", -1)] + [(f"{student} E={e}", "student", e - 1) for e in range(1, last + 1)]
+    series += [(f"{teacher} E={e}", "teacher", e - 1) for e in range(1, last + 1)] if teacher else []
+
+    def of(one: dict[str, Any], who: str, number: int) -> dict[str, float]:
+        found: dict[str, float] = (one if number < 0 else one["rounds"][number])["common"][who]
+        return found
+
+    columns = ["node", "train", *(title for title, _, _ in series)]
+    rows = [
+        [name, one["train"], *(of(one, who, number)["accuracy"] for _, who, number in series)]
+        for name, one in facts.items()
+    ]
+    images = next(iter(facts.values()))["common"]["images"]
+    text = (
+        f"Accuracy of the same nodes on {images:,} images that no node trained on or chose by, each class weighted as"
+        " in the node's training images. "
+    )
+    pairs = {name: [of(one, "local", -1)["accuracy"], one["answer_common"]] for name, one in facts.items()}
+    slopes = _slopes(variant, pairs)
+    keys = [key for key in MORE if key in of(next(iter(facts.values())), "local", -1)]
+    ends = [one for one in series if one[2] in (-1, last - 1)]
+    others = [
+        [title, *(_with_error([of(one, who, number)[key] for one in facts.values()]) for key in keys)]
+        for title, who, number in ends
+    ]
+    return [
+        {
+            "title": "On common images",
+            "text": text + _said(columns, rows, 2, last),
+            "slopes": slopes,
+            "table": {"columns": columns, "rows": [*rows, *_sums(rows, 1, 2)]},
+        },
+        {
+            "title": "More than accuracy",
+            "text": "On the same common images: mean and standard error over the nodes."
+            + (" Recall is the share of the second class that is found where 5 % of the first raise a false alarm.")
+            * ("recall" in keys),
+            "table": {"columns": ["", *(MORE[key] for key in keys)], "rows": others},
+        },
+    ]
+
+
+def _slopes(variant: str, pairs: dict[str, list[float]]) -> dict[str, Any]:
+    student, teacher = PRINTED.get(variant, (variant, ""))
+    answer = teacher if teacher and variant in VARIANTS and VARIANTS[variant].teacher else student
+    return {"left": "local", "right": answer, "pairs": pairs}
+
+
+def _sums(rows: list[list[Any]], first: int, local: int) -> list[list[Any]]:
+    """The mean of each column; with several nodes its standard error too, and how it compares with the local models at
+    the same nodes."""
+    columns = [[row[i] for row in rows] for i in range(first, len(rows[0]))]
+    blank = [""] * (first - 1)
+    means = [["mean", *blank, *(mean_error(column)[0] for column in columns)]]
+    if len(rows) < 2:
+        return means
+    none = [*blank, *[None] * (local - first)]
+    gaps = [Paired.of(column, columns[local - first]) for column in columns[local - first + 1 :]]
+    errors = [mean_error(column)[1] for column in columns[local - first :]]
+    return [
+        *means,
+        ["±", *none, *(_round(error) for error in errors)],
+        ["over local", *none, None, *(_round(gap.mean) for gap in gaps)],
+        ["±", *none, None, *(_round(gap.error) for gap in gaps)],
+        ["p", *none, None, *(_round(gap.p) for gap in gaps)],
+    ]
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _said(columns: list[str], rows: list[list[Any]], local: int, last: int) -> str:
+    """The means after the last round in words, and how they compare with the local models at the same nodes."""
+    alone, said = [row[local] for row in rows], []
+    for place in range(local + last, len(columns), last):
+        gap = Paired.of([row[place] for row in rows], alone)
+        moved = f"{gap.up} up, {gap.down} down" + (f", p {gap.p:.3f}" if len(rows) > 1 else "")
+        said.append(
+            f"{columns[place]} {_with_error([row[place] for row in rows])} ({100 * gap.mean:+.1f} points; {moved})"
+        )
+    return f"Mean over {len(rows)} nodes: local {_with_error(alone)}, {', '.join(said)}."
+
+
+def _with_error(values: Sequence[float]) -> str:
+    mean, error = mean_error(values)
+    return f"{mean:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
 def theorems(facts: NodeFacts) -> dict[str, Any] | None:

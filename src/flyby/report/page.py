@@ -154,6 +154,10 @@ GLOSSARY = """<section id="s-glossary"><details><summary>Words used here</summar
 choose nothing: no epoch, no setting.</dd>
 <dt>Own-test accuracy</dt><dd>The same, on one site’s own test data; where a site keeps none, on the global test
 images weighted to that site’s mix of classes.</dd>
+<dt>Common images</dt><dd>Test and validation images that came with the data; nobody trains on them or chooses by
+them. A node’s accuracy on them is weighted to its own mix of classes: thousands of images where its own are a few.</dd>
+<dt>±, p</dt><dd>The standard error of a mean over nodes; and how often a difference as large would come about if each
+node’s might as well have had the other sign.</dd>
 <dt>Alone</dt><dd>The model a site trained by itself, before anything was shared, on the global test set: what it
 would have had without the others.</dd>
 <dt>Split</dt><dd>Who holds which samples. Runs with equal split hashes had the same data in the same hands. The

@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from flyby.data.splits import SplitSettings
 from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import write_text
@@ -152,7 +153,8 @@ def _common_split(runs: list[RunData]) -> str:
 
 def _setting(result: dict[str, Any]) -> str:
     """The common setting in words, e.g. ': 5 sites, digits, dirichlet split (α = 0.1), seed 0'."""
-    alpha = f" (α = {page.text(result['alpha'])})" if result.get("alpha") is not None and result.get("split") else ""
+    shaped = result.get("alpha") is not None and SplitSettings(name=str(result.get("split"))).uses_alpha
+    alpha = f" (α = {page.text(result['alpha'])})" if shaped else ""
     parts = [
         page.plural(result["clients"], "site") if result.get("clients") is not None else "",
         page.strong(result["data"]) if result.get("data") else "",
@@ -171,6 +173,8 @@ def _facts(run: RunData) -> str:
         facts.append((f"{page.percent(alone)} %", "a site’s own model alone, on the same test set (mean)"))
     if own is not None:
         facts.append((f"{page.percent(own)} %", "own-test accuracy: on each site’s own mix of classes (mean)"))
+    if (common := page.number(run.result.get("accuracy_common"))) is not None:
+        facts.append((f"{page.percent(common)} %", "on common images, weighted as each site’s classes (mean)"))
     if size is not None:
         facts.append((page.size(size), "sent up, in all"))
     if run.seconds is not None:
@@ -189,10 +193,12 @@ def _results(runs: list[RunData]) -> str:
     columns: list[tuple[str, Callable[[RunData], float | None], Callable[[float | None], str], int]] = [
         ("Accuracy %", lambda run: run.accuracy, page.percent, 1),
         ("Own-test accuracy %, mean", lambda run: page.mean(run.scores("per_client").values()), page.percent, 1),
+        ("Common images %, mean", lambda run: page.number(run.result.get("accuracy_common")), page.percent, 1),
         ("Uploads", lambda run: page.number(run.result.get("uploads")), page.count, -1),
         ("MB up", lambda run: page.number(run.result.get("bytes_up")), page.megabytes, -1),
         ("Seconds", lambda run: run.seconds, page.seconds, -1),
     ]
+    columns = [one for one in columns if one[0][:6] != "Common" or any(one[1](run) is not None for run in runs)]
     cells: list[list[str]] = []
     for _, value, show, sign in columns:
         values = [value(run) for run in runs]
@@ -247,7 +253,7 @@ def _extras(runs: list[RunData]) -> Iterable[tuple[str, str]]:
                 [list(row) for row in table.get("rows") or []],
             )
             heading = clean(section.get("title") or "More")
-            body += nodes.slope_chart(f"slopes-{clean(run.name)}", heading, section.get("slopes"))
+            body += nodes.slope_chart(f"slopes-{clean(run.name)}-{heading}", heading, section.get("slopes"))
             if head:
                 words = {
                     j for row in rows for j, value in enumerate(row) if not page.is_number(value) and value is not None

@@ -191,7 +191,8 @@ def stamp(images: Tensor) -> Tensor:
     """The trigger: the lower right corner white, a quarter of the image high and wide."""
     height, width = images.shape[1] // 4, images.shape[2] // 4
     stamped = images.clone()
-    stamped[:, -max(1, height) :, -max(1, width) :] = 255
+    bright = 255 if images.dtype == torch.uint8 else images.amax((0, 1, 2))
+    stamped[:, -max(1, height) :, -max(1, width) :] = bright
     return stamped
 
 

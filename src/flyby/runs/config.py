@@ -4,12 +4,14 @@ in."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from flyby.data.dataset import DataBundle
+from flyby.data.dataset import DataBundle, Dataset, channel_statistics
 from flyby.data.settings import DataSettings
 from flyby.data.splits import SplitSettings
 from flyby.data.views import ViewSettings
@@ -149,6 +151,21 @@ class Plan:
     recipe: Recipe
     fusion: Fusion | None
 
+    def normalised(self, data: Dataset, rows: npt.NDArray[np.int64] | None = None) -> Plan:
+        """The same with the statistics of each channel, where the images are tiles and nobody gave them: those of
+        these training images, which then travel in the spec."""
+        spec = self.recipe.spec
+        if spec.pixels == "uint8" or (spec.mean and spec.std):
+            return self
+        if self.recipe.train.dp_epsilon is not None:
+            raise BadInput(
+                "the mean and spread of a site's tiles are not private (train.dp_epsilon); give numbers known otherwise"
+                " with --set model.mean=[...] --set model.std=[...]"
+            )
+        mean, std = channel_statistics(data, rows)
+        spec = spec.replace(mean=spec.mean or mean, std=spec.std or std)
+        return replace(self, recipe=self.recipe.model_copy(update={"spec": spec}))
+
 
 def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     """Fill in every default from the method, the objective and the data; refuse what cannot work before anything is
@@ -164,7 +181,10 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     shape = config.model.model_dump(exclude={"name"})
     if "stem" not in config.model.model_fields_set and min(data.size) >= 96:
         shape["stem"] = "imagenet"
-    spec = ModelSpec(name=name, classes=data.classes, channels=data.channels, size=data.size, **shape)
+    shape |= {"channels": data.channels, "pixels": data.pixels}
+    spec = ModelSpec(name=name, classes=data.classes, size=data.size, **shape)
+    if fusion is not None:
+        fusion.check_pixels(spec)
     train = build(TrainSettings, {**objective.defaults(settings), **method.train, **config.train}, "train")
     views = objective.views(data.size, bundle.mirror)
     views = build(type(views), {**views.model_dump(), **config.views}, "views")

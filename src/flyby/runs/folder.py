@@ -25,7 +25,8 @@ from flyby.settings import build
 
 class Result(BaseModel):
     """What one run found: ``result.json``. ``accuracy`` is on the common test images (FOL: the mean of the nodes' own),
-    ``per_client`` on each participant's own; what a run has no figure for is None and not in the file."""
+    ``per_client`` on each participant's own, ``accuracy_common`` the mean of the nodes' on the common images weighted
+    as their own classes; what a run has no figure for is None and not in the file."""
 
     model_config = ConfigDict(extra="forbid")
     schema_version: Literal[1] = 1
@@ -43,6 +44,7 @@ class Result(BaseModel):
     epochs: int
     codec: str
     accuracy: float
+    accuracy_common: float | None = None
     per_client: dict[str, float]
     per_class: dict[str, float | None]
     local_accuracy: dict[str, float] | None = None

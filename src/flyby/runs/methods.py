@@ -112,6 +112,13 @@ BUILT_IN: tuple[Method, ...] = (
     _supervised("ensemble-median", "the median of the sites' predictions"),
     _supervised("ensemble-trimmed", "the mean of the sites' predictions without the extremes"),
 )
+# What a table calls the student and the teacher of nodes that meet; the average has no teacher.
+PRINTED = {
+    **dict.fromkeys(("fol", "fol-a"), ("FOL", "FOL-A")),
+    **dict.fromkeys(("fol-n", "fol-an"), ("FOL-N", "FOL-AN")),
+    **dict.fromkeys(("fol-plus", "fol-plus-a"), ("FOL-plus", "FOL-plus-A")),
+    "gossip": ("FedAvg", ""),
+}
 METHODS: Registry[Method] = Registry("method", {m.name: m for m in BUILT_IN}, group="flyby.methods")
 
 

@@ -70,14 +70,16 @@ def feature_agreement(features: Sequence[Tensor]) -> float:
     return sum(linear_cka(a, b) for a, b in pairs) / max(1, len(pairs))
 
 
-def consistency(parcels: Sequence[Parcel], features: Sequence[Tensor], seed: int) -> dict[str, float]:
+def consistency(parcels: Sequence[Parcel], features: Sequence[Tensor], seed: int | None) -> dict[str, float]:
     """All measures that apply: prototypes where every client has some of one width, drift where all share one
-    architecture. ``features`` are what each client's network makes of a probe that none of them trained on."""
+    architecture and the start of this ``seed`` (None: they do not). ``features`` are what each client's network makes
+    of a probe that none of them trained on."""
     if len(parcels) < 2:
         return {}
     found: dict[str, float | None] = {"feature_agreement": feature_agreement(features)}
     if len({p.manifest.spec for p in parcels}) == 1:
-        found["drift"] = drift(parcels, seed)
+        if seed is not None:
+            found["drift"] = drift(parcels, seed)
         if parcels[0].manifest.spec.head == "prototype" and all(p.manifest.counts for p in parcels):
             prototypes = torch.stack([directions(p.network()) for p in parcels])
             counts = torch.tensor([p.manifest.counts for p in parcels])

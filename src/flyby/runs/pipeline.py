@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import part_of
 from flyby.data.splits import Split, make_split
@@ -34,7 +36,7 @@ from flyby.runs.config import Plan, RunConfig, plan
 from flyby.runs.folder import Result, Run
 from flyby.runs.judge import Judge
 from flyby.runs.methods import METHODS
-from flyby.runs.population import Population, by_round, plan_fleet
+from flyby.runs.population import Population, by_round, common_means, plan_fleet
 from flyby.runs.progress import Progress
 from flyby.runs.server import SERVER, entrance, held_out, proxy_of
 from flyby.runs.site import jobs_of
@@ -117,6 +119,8 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     if settings is None and bundle.test is None:
         raise BadInput(f"{config.data.name} has no test images to judge by; set data.holdout above 0")
     split = make_split(bundle.train, config.split, config.seed)
+    shared = np.concatenate([share.train for share in split.shares.values()])  # as sites would agree on beforehand
+    plans = [one.normalised(bundle.train, shared) for one in plans]
     proxy = proxy_of(config, bundle, split) if plans[0].fusion else None
     for name in split.shares:
         check_name(name)
@@ -166,7 +170,7 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
     let_in, ledger, found, predictor = sent, Ledger(), dict[str, Any](), None
     if rule is not None:
         clean = part_of(held_out(bundle, split)) if config.admission == "validated" else None
-        let_in, ledger, found = entrance(config.admission, sent, uploads.sent, uploads.liars, clean, device)
+        let_in, ledger, found = entrance(rule, config.admission, sent, uploads.sent, uploads.liars, clean, device)
     ledger.save(run.ledger)
     server = Server(opened.proxy, config.seed, device, run.server)
     if rule is not None:
@@ -180,7 +184,8 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
     judge = Judge(bundle, split, device)
     found = judge.judged(predictor, sent, config.locals) | found
     honest = sent if uploads.sent == uploads.honest else Inbox(uploads.honest)
-    alike = judge.consistency(honest, config.seed, uploads.jobs[0].folder / "consistency.json")
+    start = config.seed if opened.plans[0].recipe.train.init == "shared" else None
+    alike = judge.consistency(honest, start, uploads.jobs[0].folder / "consistency.json")
     found |= {} if alike is None else {"consistency": alike}
     found |= snapshots(opened, uploads, judge, server)
     if predictor is not None and config.attack.kind == "backdoor":
@@ -199,7 +204,7 @@ def snapshots(opened: Opened, uploads: Uploads, judge: Judge, server: Server) ->
         # In the sites' own order, as the run itself; a site that had stopped before is there with what it sent.
         then = [path if not (folder / path.name).exists() else folder / path.name for path in uploads.honest]
         predictor = rule.fuse(Inbox(then), Server(server.proxy, server.seed, server.device))
-        found.append({"epoch": int(folder.name), "accuracy": judge.score(predictor)[0]})
+        found.append({"epoch": int(folder.name), "accuracy": judge.look(predictor).accuracy})
     return {"checkpoints": found} if found else {}
 
 
@@ -209,7 +214,7 @@ def orient_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], 
     assert population is not None
     population.judged = [name for name in population.judged if name not in uploads.liars]
     paths = dict(zip(opened.split.shares, uploads.sent, strict=True))
-    facts = population.personalise(paths, opened.run)
+    facts = population.personalise(paths, opened.run, engine_named(opened.engine))
     population.ledger.save(opened.run.ledger)
     settings, own = population.settings, {name: one["answer"] for name, one in facts.items()}
     found: dict[str, Any] = {
@@ -217,6 +222,7 @@ def orient_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], 
         "per_client": own,
         "local_per_client": {name: one["local"] for name, one in facts.items()},
         "by_round": {name: by_round(one) for name, one in facts.items()},
+        **common_means(facts),
         **met(facts, population.met(), uploads.liars),
         "per_class": per_class(facts, opened.split.class_names),
         "model": ", ".join(dict.fromkeys(one.recipe.spec.name for one in opened.plans)),

@@ -7,8 +7,9 @@ disk and is skipped by ``--resume``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import torch
 from flyby.data.dataset import DataBundle
 from flyby.data.site import Site, site_of
 from flyby.data.splits import Split
+from flyby.engines.engine import Engine
+from flyby.engines.jobs import bundle_of, split_at
 from flyby.errors import BadInput, unknown
-from flyby.files import file_digest, read_json, write_json
+from flyby.files import digest, file_digest, plain, read_json, write_json
 from flyby.fusion.evaluation import accuracy, scores_of
 from flyby.fusion.predictor import Predictor, Single, save_predictor
+from flyby.machine import as_a_site
 from flyby.meeting.candidate import Candidate
 from flyby.meeting.collect import Schedule, make_schedule, record_round
 from flyby.meeting.pipeline import History, Personal, orient
@@ -31,8 +35,8 @@ from flyby.parcels.parcel import Parcel
 from flyby.runs.attacks import success
 from flyby.runs.config import Plan, RunConfig, plan
 from flyby.runs.folder import Run
+from flyby.runs.judge import Common, series
 from flyby.runs.methods import METHODS
-from flyby.runs.node import plain
 from flyby.settings import build
 
 log = logging.getLogger(__name__)
@@ -43,7 +47,7 @@ def plan_fleet(config: RunConfig, bundle: DataBundle) -> tuple[FleetSettings, li
     if config.fusion_name is not None or config.admission != "none":
         word = "--fusion" if config.fusion_name is not None else "admission"
         raise BadInput(f"{config.method} has no server, so {word} means nothing to it; leave it out")
-    train, stages = stage_defaults(bundle.train.size)
+    train, stages = stage_defaults(bundle.train.size, METHODS[config.method].orient or "fol")
     settings = build(FleetSettings, {**stages, **config.orient}, "orient")
     if config.attack.kind != "none" and settings.sends == "current":
         raise BadInput(
@@ -82,7 +86,7 @@ class Population:
 
     @classmethod
     def of(cls, config: RunConfig, settings: FleetSettings, bundle: DataBundle, split: Split) -> Population:
-        judged = evaluated(settings.eval_nodes, list(split.shares))
+        judged = evaluated(settings.eval_nodes, {name: len(share.train) for name, share in split.shares.items()})
         _check_parts(split, judged)
         schedule = the_schedule(settings, list(split.shares), config.seed)
         return cls(config, settings, bundle, split, judged, schedule)
@@ -91,51 +95,66 @@ class Population:
     def variant(self) -> str:
         return METHODS[self.config.method].orient or "fol"
 
+    @cached_property
+    def common(self) -> Common | None:
+        """Opened when the first node is judged: on the device, where all networks will look at it."""
+        return Common.of(self.bundle, self.device, self.settings.judge_images, self.config.seed)
+
     def met(self) -> dict[str, list[str]]:
         """Whose models reach each judged node, over all rounds."""
         rounds = range(1, self.settings.rounds + 1)
         return {name: [s for e in rounds for s in self.schedule.senders(name, e)] for name in self.judged}
 
-    def personalise(self, paths: Mapping[str, Path], run: Run) -> dict[str, dict[str, Any]]:
+    def personalise(self, paths: Mapping[str, Path], run: Run, engine: Engine) -> dict[str, dict[str, Any]]:
         """All rounds of all nodes that work; facts of the judged ones by name. Where only pretrained models travel,
-        nodes go one after another, each through all its rounds; where current ones do, rounds go one after another,
-        each over all nodes."""
-        current = self.settings.sends == "current"
-        done = [] if current else [name for name in self.judged if run.node(name).exists()]
-        workers = list(self.split.shares) if current else [name for name in self.judged if name not in done]
-        finished: dict[str, dict[str, Any]] = {name: read_json(run.node(name)) for name in done}
-        pretrained = {name: parcel.read(path) for name, path in paths.items()} if workers else {}
-        if not current:
-            sizes = {name: (path.stat().st_size, file_digest(path)) for name, path in paths.items()}
-            for e in range(1, self.settings.rounds + 1):
-                record_round(self.ledger, self.schedule, e, sizes)
-        nodes: dict[str, Node] = {}
-        for name, e in self.turns(workers):
-            if name not in nodes:
-                nodes[name] = self.start(name, pretrained[name])
-            if current and name == workers[0]:
-                sent = {n: _version(nodes.get(n), pretrained[n], e) for n in workers}
-                record_round(self.ledger, self.schedule, e, {n: (p.size, p.digest) for n, p in sent.items()})
-            senders = self.schedule.senders(name, e)
-            inbox = [_version(nodes.get(s) if current else None, pretrained[s], e) for s in senders]
-            made = self.round(nodes[name], inbox, e, judged=name in self.judged)
-            if e == self.settings.rounds:
-                if name in self.judged:
-                    finished[name] = self.finish(nodes[name], name, made, run)
-                nodes[name].kept = []
+        nodes know nothing of each other, and as many work at once as the engine can; where current ones do, rounds go
+        one after another, each over all nodes."""
+        if self.settings.sends == "current":
+            with as_a_site(self.device):
+                return self.together(paths, run)
+        sizes = {name: (path.stat().st_size, file_digest(path)) for name, path in paths.items()}
+        for e in range(1, self.settings.rounds + 1):
+            record_round(self.ledger, self.schedule, e, sizes)
+        finished = {name: read_json(run.node(name)) for name in self.judged if run.node(name).exists()}
+        todo = [name for name in self.judged if name not in finished]
+        largest_first = sorted(todo, key=lambda name: -len(self.split.shares[name].train))
+        sent = tuple(paths.items())
+        seal = digest([file_digest(run.config), self.split.hash, file_digest(run.schedule)])
+        turns = [Turn(name, run.path.resolve(), seal, self.device, self.keep, sent) for name in largest_first]
+        for turn, facts in engine.spread(take, turns, self.device):
+            finished[turn.name] = facts
+            _say(turn.name, facts)
         return {name: finished[name] for name in self.judged}
 
-    def turns(self, workers: Sequence[str]) -> Iterator[tuple[str, int]]:
-        rounds = range(1, self.settings.rounds + 1)
-        if self.settings.sends == "current":
-            return ((name, e) for e in rounds for name in workers)
-        return ((name, e) for name in workers for e in rounds)
+    def alone(self, name: str, paths: Mapping[str, Path], run: Run) -> dict[str, Any]:
+        """One node through all its rounds, from pretrained models."""
+        node = self.start(name, parcel.read(paths[name]))
+        for e in range(1, self.settings.rounds + 1):
+            made = self.round(node, [parcel.read(paths[s]) for s in self.schedule.senders(name, e)], e, judged=True)
+        return self.finish(node, name, made, run)
+
+    def together(self, paths: Mapping[str, Path], run: Run) -> dict[str, dict[str, Any]]:
+        """All nodes, round by round: what is sent in one is what the round before it made."""
+        nodes = {name: self.start(name, parcel.read(path)) for name, path in paths.items()}
+        finished: dict[str, dict[str, Any]] = {}
+        for e in range(1, self.settings.rounds + 1):
+            sent = {name: node.versions[-1] for name, node in nodes.items()}
+            record_round(self.ledger, self.schedule, e, {name: (p.size, p.digest) for name, p in sent.items()})
+            for name, node in nodes.items():
+                inbox = [sent[s] for s in self.schedule.senders(name, e)]
+                made = self.round(node, inbox, e, judged=name in self.judged)
+                if e == self.settings.rounds and name in self.judged:
+                    finished[name] = self.finish(node, name, made, run)
+                    _say(name, finished[name])
+        return {name: finished[name] for name in self.judged}
 
     def start(self, name: str, own: Parcel) -> Node:
         site, manifest = site_of(self.bundle, self.split, name), own.manifest
         local = Single([manifest.spec], manifest.class_names, [own.network()])
         counts = {"train": len(site.train), "val": len(site.val), "test": len(site.test)}
-        facts = {"model": manifest.spec.name, **counts, "rounds": [], "local": self.own_test(local, site)}
+        facts: dict[str, Any] = {"model": manifest.spec.name, **counts, "rounds": []}
+        if name in self.judged:
+            facts |= {"local": self.own_test(local, site), **self.on_common({"local": local}, name)}
         return Node(site, [own], facts=facts)
 
     def round(self, node: Node, inbox: Sequence[Parcel], number: int, judged: bool) -> Personal:
@@ -153,14 +172,22 @@ class Population:
         node.versions.append(made.own)
         node.kept = made.kept
         if judged:
-            scores = {who: self.own_test(getattr(made, who), node.site) for who in ("student", "teacher")}
+            models = {"student": made.student, "teacher": made.teacher}
+            scores = {who: self.own_test(model, node.site) for who, model in models.items()}
+            scores |= self.on_common(models, node.site.id)
             facts = plain({"candidates": made.rows, "log": made.log, **made.facts})
             node.facts["rounds"].append({"round": number, **scores, **facts})
-            _say(node.site.id, number, node.facts)
         return made
 
     def own_test(self, predictor: Predictor, site: Site) -> float:
         return accuracy(scores_of(predictor, site.test.images, self.device), site.test.labels)
+
+    def on_common(self, models: Mapping[str, Predictor], name: str) -> dict[str, Any]:
+        """Figures on the common images, weighted as the node's classes; a model that plays two parts looks once."""
+        if self.common is None:
+            return {}
+        seen = {id(m): self.common.figures(m, self.split.counts[name], self.device) for m in models.values()}
+        return {"common": {"images": len(self.common), **{who: seen[id(m)] for who, m in models.items()}}}
 
     def finish(self, node: Node, name: str, made: Personal, run: Run) -> dict[str, Any]:
         """Judge a node's last model, and write down what was measured of it."""
@@ -169,6 +196,9 @@ class Population:
         right = torch.bincount(labels[scores.argmax(1) == labels], minlength=classes)
         node.facts |= {"answer": answer, "right": right.tolist()}
         node.facts |= {"seen": torch.bincount(labels, minlength=classes).tolist()}
+        if self.common is not None:
+            who = "teacher" if made.predictor is made.teacher else "student"
+            node.facts["answer_common"] = node.facts["rounds"][-1]["common"][who].get("accuracy")
         if self.config.attack.kind == "backdoor":
             node.facts["fooled"] = success(made.predictor, node.site.test, self.config.attack, self.device)
         if self.keep:
@@ -178,16 +208,35 @@ class Population:
         return node.facts
 
 
-def evaluated(wanted: Sequence[str], names: list[str]) -> list[str]:
-    """The judged nodes' names, from numbers or names; all where none is wanted in particular."""
-    chosen = []
+def evaluated(wanted: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """The judged nodes' names, from numbers, names, or ``quantiles:N``; all where none is wanted in particular.
+    ``sizes`` are all nodes' training images."""
+    names, chosen = list(sizes), list[str]()
     for word in wanted:
-        if word not in names and not (word.isdecimal() and int(word) < len(names)):
-            if word.isdecimal():
-                raise BadInput(f"there is no node {word}: they are 0 to {len(names) - 1}")
+        if word == "all":
+            chosen += names
+        elif word.startswith("quantiles:"):
+            chosen += _quantiles(word.removeprefix("quantiles:"), sizes)
+        elif word in sizes:
+            chosen.append(word)
+        elif word.isdecimal() and int(word) < len(names):
+            chosen.append(names[int(word)])
+        elif word.isdecimal():
+            raise BadInput(f"there is no node {word}: they are 0 to {len(names) - 1}")
+        else:
             raise unknown("node", word, names)
-        chosen.append(word if word in names else names[int(word)])
     return list(dict.fromkeys(chosen)) or names
+
+
+def _quantiles(number: str, sizes: Mapping[str, int]) -> list[str]:
+    """So many nodes, smallest first: the middle one of each of as many equal groups of the nodes ordered by size."""
+    if not (number.isdecimal() and 1 <= int(number) <= len(sizes)):
+        raise BadInput(
+            f"quantiles:{number} does not say how many of the {len(sizes)} nodes to judge; write quantiles:N with N"
+            f" from 1 to {len(sizes)}"
+        )
+    order, n = sorted(sizes, key=lambda name: sizes[name]), int(number)
+    return [order[(2 * i + 1) * len(order) // (2 * n)] for i in range(n)]
 
 
 def _check_parts(split: Split, judged: list[str]) -> None:
@@ -212,23 +261,64 @@ def the_schedule(settings: FleetSettings, names: list[str], seed: int) -> Schedu
     return schedule
 
 
-def _version(node: Node | None, pretrained: Parcel, number: int) -> Parcel:
-    """What a sender gives in round ``number``: its model as it was before the round, or the pretrained one."""
-    return pretrained if node is None else node.versions[number - 1]
-
-
 def by_round(facts: dict[str, Any]) -> dict[str, Any]:
-    """A node's own-test accuracies: alone, and after every round its student's and its teacher's; with the number of
-    images they stand on."""
-    series = {who: [r[who] for r in facts["rounds"]] for who in ("student", "teacher")}
-    return {"images": facts["test"], "local": facts["local"], **series}
+    """A node's accuracies: alone, and after every round its student's and its teacher's; on its own test images, and on
+    the common ones where there are some; with the numbers of images they stand on."""
+    rounds = [{who: (one[who], _figures(one, who)) for who in ("student", "teacher")} for one in facts["rounds"]]
+    common = facts.get("common", {}).get("images", 0)
+    return series(facts["test"], common, {"local": (facts["local"], _figures(facts, "local"))}, rounds)
 
 
-def _say(name: str, number: int, facts: dict[str, Any]) -> None:
-    one = facts["rounds"][-1]
-    peers = sum(c["sender"] != "self" for c in one["candidates"])
-    log.info(
-        "%s round %d: %d neighbours, %d notes, local %.4f, student %.4f, teacher %.4f, %.1f s",
-        *(name, number, peers, len(one["log"]), facts["local"], one["student"], one["teacher"]),
-        sum(one["seconds"].values()),
-    )
+def _figures(facts: dict[str, Any], who: str) -> dict[str, float]:
+    found: dict[str, float] = facts.get("common", {}).get(who, {})
+    return found
+
+
+def common_means(facts: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """The mean over the judged nodes of what each answers on the common images; nothing where there are none."""
+    answers = [one["answer_common"] for one in facts.values() if one.get("answer_common") is not None]
+    return {"accuracy_common": sum(answers) / len(answers)} if answers else {}
+
+
+def _say(name: str, facts: dict[str, Any]) -> None:
+    for one in facts["rounds"]:
+        peers = sum(c["sender"] != "self" for c in one["candidates"])
+        log.info(
+            "%s round %d: %d neighbours, %d notes, local %.4f, student %.4f, teacher %.4f, %.1f s",
+            *(name, one["round"], peers, len(one["log"]), facts["local"], one["student"], one["teacher"]),
+            sum(one["seconds"].values()),
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """All rounds of one node, in words that another process understands: the run's folder says the rest. ``seal`` is of
+    what it says, so that a folder that was made anew is read anew; ``sent`` are the models that travel."""
+
+    name: str
+    folder: Path
+    seal: str
+    device: str
+    keep: bool
+    sent: tuple[tuple[str, Path], ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def take(turn: Turn) -> dict[str, Any]:
+    """Do a node's turn, in any process: the bytes are the same."""
+    with as_a_site(turn.device):
+        population = _opened(turn.folder, turn.seal, turn.device, turn.keep)
+        return population.alone(turn.name, dict(turn.sent), Run(turn.folder))
+
+
+@lru_cache(maxsize=1)
+def _opened(folder: Path, seal: str, device: str, keep: bool) -> Population:
+    """The population of a run that has begun, from its folder."""
+    run = Run(folder)
+    asked = run.asked()
+    settings = build(FleetSettings, asked.pop("resolved")["orient"], "orient")
+    config, split = build(RunConfig, asked, str(run.config)), split_at(run.split)
+    schedule, everybody = Schedule.load(run.schedule), list(split.shares)
+    return Population(config, settings, bundle_of(config.data), split, everybody, schedule, device, keep)

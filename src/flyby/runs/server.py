@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, digest, file_digest
 from flyby.fusion import FUSIONS, Fusion
 from flyby.fusion.base import Server
-from flyby.fusion.predictor import check_replaceable, save_predictor
+from flyby.fusion.evaluation import scores_of
+from flyby.fusion.predictor import Predictor, check_replaceable, save_predictor
 from flyby.machine import pick_device
+from flyby.parcels import plausible
 from flyby.parcels.gate import Gate, Refused, remember
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
@@ -28,6 +31,7 @@ from flyby.parcels.parcel import Manifest
 from flyby.runs.config import RunConfig
 from flyby.runs.methods import rule_for, settings_for
 from flyby.settings import build, parse_assignment
+from flyby.statistics.catalogue import examined
 
 SERVER = "server"
 
@@ -36,7 +40,13 @@ SERVER = "server"
 
 
 def entrance(
-    admission: str, sent: Inbox, paths: Sequence[Path], liars: Sequence[str], clean: Part | None, device: str
+    rule: Fusion,
+    admission: str,
+    sent: Inbox,
+    paths: Sequence[Path],
+    liars: Sequence[str],
+    clean: Part | None,
+    device: str,
 ) -> tuple[Inbox, Ledger, dict[str, Any]]:
     """What a simulated server takes in: the parcels, the ledger of their crossings, and whom its gate refused, where it
     has one."""
@@ -50,7 +60,8 @@ def entrance(
     gate = Gate(None, receiver=SERVER)
     for path in paths:
         gate.try_check(path)
-    let_in = [Path(str(one.source)) for one in gate.settle(validation=clean, device=device)]
+    beside = partial(examined, used=rule.needs)
+    let_in = [Path(str(one.source)) for one in gate.settle(validation=clean, device=device, beside=beside)]
     if not let_in:
         raise BadInput(f"the gate refused all {len(sent)} parcels; the first: {gate.refused[0].reason}")
     refused = [{**one.row(), "malicious": one.sender in liars} for one in gate.refused]
@@ -98,7 +109,8 @@ def proxy_of(config: RunConfig, bundle: DataBundle, split: Split) -> Dataset | N
 class Order:
     """What a real server was asked to make: the rule (None: that of the parcels' own method) and its settings, and what
     it may use. ``min_sites`` parcels are enough where some are refused; without it one refusal ends the work.
-    ``validation`` names labelled images to judge parcels by."""
+    ``validation`` names labelled images to judge parcels and the fused model by; one that is no better than chance is
+    published only with ``keep_bad``."""
 
     out: Path
     rule: str | None = None
@@ -109,6 +121,7 @@ class Order:
     seed: int = 0
     export: bool = True
     device: str = "auto"
+    keep_bad: bool = False
 
     def check(self) -> None:
         """All that can be wrong before any parcel is there: nobody waits for hours to hear of a misspelt word."""
@@ -136,27 +149,18 @@ def fuse_parcels(
     """``flyby fuse``: parcels to a deployable folder, each counted once in its ledger. All come through the ``gate``,
     which may hold some already; ``ledger`` is the file that remembers crossings from one fusion to the next."""
     order.check()
-    gate, out, device = gate or Gate(receiver=SERVER), order.out, pick_device(order.device)
+    gate, out = gate or Gate(receiver=SERVER), order.out
     for place, path in enumerate(paths):
         if path in paths[:place]:
             raise BadInput(f"{path} is named twice; each participant sends exactly one parcel")
         gate.try_check(path)
-    _enough(gate, order.min_sites)
-    typical = gate.typical()
-    methods = [one.manifest.method for one in gate.waiting]
-    fusion = rule_named(order.rule or rule_for(methods), order.assignments, methods)
-    images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
-    judges = _judges(order.validation, typical) if order.validation else None
-    alike = None if fusion.heterogeneous else fusion.name
-    gate.settle(judges, device, like=typical if judges else None, rule=alike, needs=fusion.needs)
-    _enough(gate, order.min_sites)
-    inbox = Inbox(one.source for one in gate.waiting)
     work = out.parent / f".{out.name}.server"
-    predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
+    fused = fuse_waiting(gate, order, work)
+    predictor, inbox = fused.predictor, fused.inbox
     shutil.rmtree(work, ignore_errors=True)
     gate.unchanged()
     senders = ", ".join(m.sender for m in inbox.manifests[:20])
-    card = {"fusion": fusion.name, "sites": len(inbox), "senders": senders, "samples": sum(inbox.samples)}
+    card = {"fusion": fused.rule, "sites": len(inbox), "senders": senders, "samples": sum(inbox.samples)}
     with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
         save_predictor(predictor, folder, card, export=order.export)
         gate.ledger.save(folder / "ledger.json")
@@ -164,14 +168,75 @@ def fuse_parcels(
     return {
         "out": str(out),
         "kind": predictor.kind,
-        "fusion": fusion.name,
+        "fusion": fused.rule,
         "sites": len(inbox),
         "bytes_up": gate.ledger.bytes_up(SERVER),
         "files": sorted(p.name for p in out.iterdir()),
         "signers": {one.manifest.sender: one.signer for one in gate.waiting},
         "refused": [one.row() for one in gate.refused],
         "notes": gate.notes,
+        "validation": fused.verdict,
     }
+
+
+class Fused(NamedTuple):
+    """What was fused, of which parcels, by which rule, and what the validation images say of it (None without any)."""
+
+    predictor: Predictor
+    inbox: Inbox
+    rule: str
+    verdict: dict[str, Any] | None
+
+
+def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
+    """What waits at the gate, settled, fused and judged; nothing is written but checkpoints in ``work``."""
+    device = pick_device(order.device)
+    _enough(gate, order.min_sites)
+    typical = gate.typical()
+    methods = [one.manifest.method for one in gate.waiting]
+    fusion = rule_named(order.rule or rule_for(methods), order.assignments, methods)
+    images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
+    judges = _judges(order.validation, typical) if order.validation else None
+    gate.settle(
+        judges,
+        device,
+        like=typical if judges else None,
+        rule=None if fusion.heterogeneous else fusion.name,
+        needs=fusion.needs,
+        beside=partial(examined, used=fusion.needs),
+    )
+    _enough(gate, order.min_sites)
+    inbox = Inbox(one.source for one in gate.waiting)
+    predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
+    return Fused(predictor, inbox, fusion.name, _verdict(predictor, gate, judges, order) if judges else None)
+
+
+def _verdict(predictor: Predictor, gate: Gate, judges: Part, order: Order) -> dict[str, Any]:
+    """What labelled images say of the fused model: worse than the best site alone is a note, no better than chance is
+    refused, by the same judge as the sites' own models."""
+    classes, labels = len(predictor.class_names), judges.labels.cpu()
+    scores = scores_of(predictor, judges.images, pick_device(order.device))
+    right, told = scores.argmax(1) == labels, [one.manifest.counts for one in gate.waiting]
+    counts = None if None in told else [sum(column) for column in zip(*told, strict=True)]
+    judged = plausible.judge(right, labels, counts, classes)
+    accuracy = float(right.double().mean())
+    best = max((one.manifest.sender for one in gate.waiting), key=gate.accuracies.__getitem__)
+    alone = gate.accuracies[best]
+    found = {"images": len(labels), "accuracy": accuracy, "best_site": best, "best_site_accuracy": alone}
+    if not judged.passes or not bool(scores.isfinite().all()):
+        if not order.keep_bad:
+            raise BadInput(
+                f"the fused model is no better than chance on the validation images (recall {judged.recall:.2f} on"
+                f" {judged.judged} images), so it is not kept; {best} alone has {alone:.1%}: look at the parcels, use"
+                " another --fusion, or give --keep-bad"
+            )
+        gate.notes.append("WARNING: the fused model is no better than chance on the validation images")
+    elif accuracy < alone:
+        gate.notes.append(
+            f"WARNING: the fused model has {accuracy:.1%} on the validation images, less than the {alone:.1%} of {best}"
+            " alone; look at the parcels, or use another --fusion"
+        )
+    return found | {"better_than_chance": judged.passes, "worse_than_best_site": accuracy < alone}
 
 
 def _enough(gate: Gate, least: int | None) -> None:

@@ -49,7 +49,7 @@ def train_parcel(
     if out.is_dir():
         raise BadInput(f"{out} is a folder; name the .parcel file to write")
     bundle = config.data.load(progress=not quiet)
-    recipe = plan(config, bundle).recipe
+    recipe = plan(config, bundle).normalised(bundle.train).recipe
     site = whole_site(bundle, site_id, config.split.val or 0.0, config.seed)
     # Keyed by the settings: a changed command does not pick up another's checkpoint.
     work = out.parent / f".{out.name}.{recipe.key(site.origin)}"

@@ -9,6 +9,8 @@ single image, leaves the site. Which scraps serve best was chosen on validation 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,9 +18,12 @@ from torch import Tensor
 from flyby.data.site import Site
 from flyby.models import Network
 from flyby.models.heads import directions
+from flyby.parcels.parcel import Manifest
 from flyby.rng import generator
+from flyby.statistics.extras import Entry, Extra, Sent
 
 PER_CLASS = 200
+LEAST_GAP = 1e-3
 OWN, SCRAP, SPREAD = 0, 1, 2  # rows of the `calibration` tensor [3, C]; 0 where a class is not held
 
 
@@ -42,7 +47,8 @@ def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
     order = torch.randperm(n, generator=rng).to(images.device)
     other = torch.empty_like(images)
     other[order] = images[order.roll(1)]  # one cycle through all: nobody is paired with itself unless it is alone
-    mixed = ((images.short() + other.short()) // 2).to(torch.uint8)
+    tiles = images.is_floating_point()
+    mixed = (images + other) / 2 if tiles else ((images.short() + other.short()) // 2).to(torch.uint8)
     joined = torch.cat((images[:, :, : width // 2], other[:, :, width // 2 :]), dim=2)
     return torch.cat((mixed, joined, shuffle_patches(images, max(1, height // 4), max(1, width // 4), rng)))
 
@@ -84,3 +90,34 @@ def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
         table[OWN, c], table[SCRAP, c] = real[labels == c, c].mean(), unreal[:, c].mean()
         table[SPREAD, c] = unreal[:, c].std(correction=0)
     return {"calibration": table}
+
+
+def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
+    """r clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 3, C] = (m+, m-, s-); 0 where own images do not score
+    above scraps."""
+    own, scrap, spread = table[:, None, OWN], table[:, None, SCRAP], table[:, None, SPREAD]
+    gap = (own - scrap).clamp_min(LEAST_GAP)
+    stands_out = gap / spread.clamp_min(LEAST_GAP)
+    said = (stands_out / (1 + stands_out)).sqrt() * ((cosine - scrap) / gap).clamp(0, 1.2)
+    return torch.where(own - scrap < LEAST_GAP, 0.0, said)
+
+
+class Calibration(Extra):
+    """Means of cosines lie in -1 .. 1, and their spread in 0 .. 1."""
+
+    name = "calibration"
+    cure = "use --fusion experts"
+
+    def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
+        near = 1 + 1e-3  # a cosine of float32 features may be a little over
+        return {"calibration": Entry(torch.float32, (3, manifest.spec.classes), -near, near)}
+
+    def agree(self, manifest: Manifest, given: Sent) -> str:
+        return "" if bool((given["calibration"][SPREAD] >= 0).all()) else "a spread is negative"
+
+    def answers(self, network: Network, given: Sent, images: Tensor) -> tuple[Tensor, Sequence[int]]:
+        table = given["calibration"].to(images.device)
+        seen = cosines(network, images)
+        held = (table != 0).any(0)
+        said = calibrated(seen[None], table[None])[0] + LEAST_GAP * seen
+        return said.masked_fill(~held, -torch.inf).argmax(1), held.nonzero()[:, 0].tolist()

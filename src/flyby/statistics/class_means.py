@@ -8,11 +8,15 @@ one image is that image's feature.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
+from flyby.parcels.parcel import Manifest
+from flyby.statistics.extras import Entry, Extra, Sent, Sizes, rms
 
 
 @torch.no_grad()
@@ -31,3 +35,32 @@ def class_means(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
     counts = torch.bincount(labels, minlength=classes)
     held = counts.nonzero()[:, 0]
     return {"means": (sums[held] / counts[held, None]).float(), "classes": held}
+
+
+class ClassMeans(Extra):
+    """A mean in feature space for every class that the site holds. By themselves they classify: the nearest one is the
+    answer."""
+
+    name = "class-means"
+    cure = "train it with --set objective.send=[class-means]"
+
+    def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
+        classes, held = manifest.spec.classes, given.get("class-means.classes", torch.empty(0)).numel()
+        return {
+            "class-means.means": Entry(torch.float32, (held, manifest.spec.skeleton().feature_dim)),
+            "class-means.classes": Entry(torch.int64, (held,), 0, classes - 1),
+        }
+
+    def agree(self, manifest: Manifest, given: Sent) -> str:
+        rising = given["class-means.classes"].diff() > 0
+        return "" if bool(rising.all()) else "class-means.classes does not rise"
+
+    def sizes(self, manifest: Manifest, given: Sent) -> Sizes:
+        return {"class-means.means": rms(given["class-means.means"])}
+
+    @torch.no_grad()
+    def answers(self, network: Network, given: Sent, images: Tensor) -> tuple[Tensor, Sequence[int]]:
+        classes = given["class-means.classes"].to(images.device)
+        means = given["class-means.means"].to(images.device)
+        pieces = [network.features(network.spec.prepare(piece)).float() for piece in torch.split(images, 512)]
+        return classes[torch.cdist(torch.cat(pieces), means).argmin(1)], classes.tolist()

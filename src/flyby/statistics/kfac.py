@@ -15,16 +15,19 @@ other layers.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flyby.data.site import Part, Site
-from flyby.models import Network
+from flyby.models import ModelSpec, Network
+from flyby.parcels.parcel import Manifest
 from flyby.rng import generator
+from flyby.statistics.extras import Entry, Extra, Sent, Sizes, positive
 
 SAMPLES = 10_000  # more images than this sharpen no expectation that the server could tell apart
 BATCH = 64  # a batch of patches of a wide convolution takes 150 MB
@@ -172,12 +175,8 @@ def pack(matrices: Tensor, *, half: bool = True) -> dict[str, Tensor]:
 def unpack(
     packed: Mapping[str, Tensor], n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The symmetric matrices ``[groups, n, n]`` that :func:`pack` was given; a ValueError where the tensors cannot be
-    those."""
-    triangle = packed["triangle"]
-    if triangle.ndim != 2 or triangle.shape[1] != n * (n + 1) // 2:
-        raise ValueError(f"a triangle {list(triangle.shape)} does not hold symmetric matrices of {n} rows")
-    values = triangle.to(device, dtype)
+    """The symmetric matrices ``[groups, n, n]`` that :func:`pack` was given."""
+    values = packed["triangle"].to(device, dtype)
     if "scale" in packed:
         values = values * packed["scale"].to(device, dtype)[:, None]
     rows, columns = torch.triu_indices(n, n, device=device)
@@ -185,3 +184,63 @@ def unpack(
     matrices[:, rows, columns] = values
     matrices[:, columns, rows] = values
     return matrices
+
+
+def under(start: str, given: Sent) -> dict[str, Tensor]:
+    """The tensors ``START.REST``, by what follows."""
+    return {name.removeprefix(f"{start}."): value for name, value in given.items() if name.startswith(f"{start}.")}
+
+
+def packed_entries(start: str, groups: int, n: int, given: Sent) -> dict[str, Entry]:
+    """What :func:`pack` makes of matrices ``[groups, n, n]``: the sender chose the precision."""
+    shape = (groups, n * (n + 1) // 2)
+    if f"{start}.scale" not in given:
+        return {f"{start}.triangle": Entry(torch.float32, shape)}
+    scale = Entry(torch.float32, (groups,), low=torch.finfo(torch.float32).tiny)
+    return {f"{start}.triangle": Entry(torch.float16, shape, -1.0, 1.0), f"{start}.scale": scale}
+
+
+class Kfac(Extra):
+    """Two positive semidefinite factors for every layer; where a layer has a bias its last input is always 1, and so is
+    the last number on A's diagonal."""
+
+    name = "kfac"
+    cure = "train it with --set objective.send=[kfac], or use fedavg"
+
+    def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for start, groups, n, _ in factors(manifest):
+            found |= packed_entries(start, groups, n, given)
+        return found
+
+    def sound(self, manifest: Manifest, given: Sent) -> str:
+        for start, _, n, one in factors(manifest):
+            factor = unpack(under(start, given), n, torch.float32)
+            if not positive(factor):
+                return f"{start} is not positive semidefinite"
+            if one and not bool(((factor[:, -1, -1] - 1).abs() < 1e-2).all()):
+                return f"{start} does not end with the 1 of the bias"
+        return ""
+
+    def sizes(self, manifest: Manifest, given: Sent) -> Sizes:
+        """Root mean square inputs and gradients."""
+        found = {}
+        for start, _, n, _ in factors(manifest):
+            packed, (rows, columns) = under(start, given), torch.triu_indices(n, n)
+            squares = packed["triangle"][:, rows == columns].double().mean(1) * packed.get("scale", torch.ones(1))
+            found[start] = math.sqrt(max(0.0, float(squares.mean())))
+        return found
+
+
+def factors(manifest: Manifest) -> Iterator[tuple[str, int, int, bool]]:
+    """(name, groups, rows, whether its last number is 1) of every factor that a network has."""
+    for name, (groups, outputs, inputs), biased in matrices(manifest.spec):
+        yield f"kfac.{name}.A", groups, inputs, biased
+        yield f"kfac.{name}.B", groups, outputs, False
+
+
+@functools.lru_cache(maxsize=64)
+def matrices(spec: ModelSpec) -> list[tuple[str, tuple[int, int, int], bool]]:
+    """(name, shape of its matrix, whether it has a bias) of every layer that a spec's network has."""
+    layers = matrix_layers(spec.skeleton())
+    return [(name, matrix_shape(layer), layer.bias is not None) for name, layer in layers.items()]

@@ -13,14 +13,24 @@ n inputs. Stating rho, a mean square, instead of a makes P not depend on how man
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
-from flyby.statistics.kfac import pack, second_moments, some_of, unpack
+from flyby.parcels.parcel import Manifest
+from flyby.statistics.extras import ROUNDING, Entry, Extra, Sent, positive
+from flyby.statistics.kfac import (
+    matrices,
+    pack,
+    packed_entries,
+    second_moments,
+    some_of,
+    under,
+    unpack,
+)
 
 SAMPLES = 10_000
 RIDGE = 0.1  # a direction used less than this, in mean square, counts as mostly free
@@ -84,10 +94,46 @@ def compress(moment: Tensor, ridge: float, rank: int | None, tolerance: float, h
 def expand(
     packed: Mapping[str, Tensor], n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """P ``[groups, n, n]`` from what :func:`compress` gave; a ValueError where the tensors cannot be that."""
+    """P ``[groups, n, n]`` from what :func:`compress` gave."""
     if "basis" not in packed:
         return unpack(packed, n, dtype, device)
     basis = packed["basis"].to(device, dtype)
-    if basis.ndim != 3 or basis.shape[1] != n:
-        raise ValueError(f"a basis {list(basis.shape)} does not span inputs of {n} numbers")
     return torch.eye(n, dtype=dtype, device=device) - basis @ basis.mT
+
+
+class NullSpace(Extra):
+    """For every layer P or its basis; P and I - P have no eigenvalue below zero."""
+
+    name = "null-space"
+    cure = "train it with --set objective.send=[null-space], or use fedavg"
+
+    def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for start, groups, n in projectors(manifest):
+            basis = given.get(f"{start}.basis")
+            if basis is None:
+                found |= packed_entries(start, groups, n, given)
+            else:
+                rank = min(n, basis.shape[-1]) if basis.ndim else 1
+                dtype = torch.float32 if basis.dtype == torch.float32 else torch.float16
+                found[f"{start}.basis"] = Entry(dtype, (groups, n, rank), -1 - ROUNDING, 1 + ROUNDING)
+        return found
+
+    def sound(self, manifest: Manifest, given: Sent) -> str:
+        for start, _, n in projectors(manifest):
+            packed = under(start, given)
+            if "basis" in packed:  # I - V V^T has the eigenvalues of I - V^T V, and ones
+                basis = packed["basis"].float()
+                free = [torch.eye(basis.shape[2]) - basis.mT @ basis]
+            else:
+                free = [unpack(packed, n, torch.float32)]
+                free.append(torch.eye(n) - free[0])
+            if not all(positive(each, 1.0) for each in free):
+                return f"{start} is no projector: it has eigenvalues outside 0 .. 1"
+        return ""
+
+
+def projectors(manifest: Manifest) -> Iterator[tuple[str, int, int]]:
+    """(name, groups, rows) of every projector that a network has."""
+    for name, (groups, _, inputs), _ in matrices(manifest.spec):
+        yield f"null-space.{name}", groups, inputs

@@ -123,7 +123,11 @@ def former_keys(config: RunConfig) -> tuple[str, ...]:
     """The keys of the first rows ever written: hashes of every field of that time, defaults and all."""
     fields = {"method", "seed", "data", "split", "model", "fusion_name", "objective", "train", "views", "fusion"}
     fields |= {"codec", "counts", "epsilon", "proxy"}
-    return tuple(digest(json.loads(config.model_dump_json(include=kept))) for kept in (fields, fields | {"orient"}))
+    later: Any = {"split": {"holdout", "block_km", "patches"}}
+    return tuple(
+        digest(json.loads(config.model_dump_json(include=kept, exclude=later)))
+        for kept in (fields, fields | {"orient"})
+    )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -240,6 +244,7 @@ def lost(folder: Path, error: Diverged, seconds: float, device: str) -> dict[str
 def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
     kept = (
         "accuracy",
+        "accuracy_common",
         "split_hash",
         "seconds",
         "timings",

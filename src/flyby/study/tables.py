@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flyby.data.splits import SplitSettings
 from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.runs.methods import METHODS
 from flyby.study.catalogue import Study, published
 from flyby.study.grid import Cell, cells, read_rows, settled
-from flyby.study.orient_tables import node_tables
+from flyby.study.orient_tables import meets, node_tables
 
 Row = dict[str, Any]
 
@@ -50,17 +51,15 @@ def render(study: Study, place: Path, figures: list[Row] | None = None) -> str:
         mine = [row for row in rows if _group(row) == group]
         data, model, clients, split, epochs = group
         lines += [f"## {data}: {model}, {clients} clients, `{split}` split, {epochs} epochs", ""]
-        if all("by_round" in row for row in mine) and not any(any(threat) for threat in threats.values()):
-            lines += [
-                *node_tables(
-                    mine, [f for f in figures if f["data"] == data and f["alpha"] in {row["alpha"] for row in mine}]
-                ),
-                "",
-            ]
-        elif any(any(threat) for threat in threats.values()):
+        printed = [f for f in figures if f["data"] == data]
+        if any(any(threat) for threat in threats.values()):
             lines += [*under_attack(mine, wanted, threats), ""]
+        elif all("by_round" in row for row in mine) and any(meets(row) for row in mine):
+            # Published figures are of classes shared out at random; a map is another setting.
+            lines += [*node_tables(mine, printed if SplitSettings(name=split).uses_alpha else []), ""]
         else:
-            lines += [*_table(mine, wanted, [f for f in figures if f["data"] == data]), ""]
+            fit = [f for f in printed if "node" not in f and f.get("clients", clients) == clients]
+            lines += [*_table(mine, wanted, fit), ""]
     if other := len(everything) - len(rows):
         lines += [f"{other} rows that were run under other settings are left out.", ""]
     return "\n".join(lines)

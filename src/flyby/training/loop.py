@@ -59,8 +59,8 @@ def training(
 ) -> Pausing[Trained]:
     """Train one site by a recipe and wrap the result as a Parcel, which says its ``method`` (or else its objective).
 
-    The initial weights depend on the seed alone: all sites start from one point. With ``folder`` the state is
-    checkpointed there and a later call goes on from it.
+    The initial weights depend on the seed alone: all sites start from one point (with ``init: own`` each from another).
+    With ``folder`` the state is checkpointed there and a later call goes on from it.
 
     It pauses where the steps of an epoch are on their way to the device, and says how many samples they take: another
     site's can be sent after them. ``train_site`` is the same without pauses.
@@ -106,7 +106,8 @@ class Session:
         spec, settings, views, seed = recipe.spec, recipe.train, recipe.views, recipe.seed
         self.site, self.recipe, self.device, self.folder = site, recipe, device, folder
         self.method = method or recipe.objective
-        self.model = spec.build(generator(seed, "shared", "init")).to(device)
+        start = ("own", site.id) if settings.init == "own" else ("shared",)
+        self.model = spec.build(generator(seed, *start, "init")).to(device)
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if fully_compiled(settings, spec, device, len(site.train) * views.views * settings.epochs):
             self.model.backbone.compile(dynamic=False)
@@ -233,8 +234,9 @@ def check_fit(site: Site, recipe: Recipe) -> None:
         raise BadInput(
             f"train.patience needs validation data, and {site.id} has none; hold some out with --set split.val=0.1"
         )
-    if spec.size != site.size or spec.channels != site.channels or spec.classes != len(site.class_names):
+    takes, has = (spec.size, spec.channels, spec.pixels), (site.size, site.channels, site.pixels)
+    if takes != has or spec.classes != len(site.class_names):
         raise BadInput(
-            f"{spec.name} for {spec.classes} classes of {spec.size}x{spec.channels} images does not fit {site.id}:"
-            f" {len(site.class_names)} classes of {site.size}x{site.channels}"
+            f"{spec.name} for {spec.classes} classes of {spec.size}x{spec.channels} {spec.pixels} images does not fit"
+            f" {site.id}: {len(site.class_names)} classes of {site.size}x{site.channels} {site.pixels}"
         )

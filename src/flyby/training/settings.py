@@ -27,6 +27,9 @@ class TrainSettings(PrivacySettings):
     milestones: tuple[float, ...] = (0.5, 0.75)
     gamma: float = Field(0.1, gt=0, description="factor at each milestone of schedule: step")
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
+    init: Literal["shared", "own"] = Field(
+        "shared", description="whether all sites start from the same random weights, or each from its own"
+    )
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     # YAML reads a bare ``off`` as False.

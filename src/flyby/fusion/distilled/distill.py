@@ -126,6 +126,7 @@ class Distillation(Fusion):
     ``predictor`` its ends."""
 
     heterogeneous = True
+    draws = True
     settings_type: ClassVar[type[FusionSettings]] = DistillSettings
     settings: DistillSettings
     lesson: Lesson | None = None

@@ -28,8 +28,8 @@ from flyby.fusion.distilled.synthesis import as_pictures, normalise
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models.decoder import Decoder, DecoderSpec, build
 from flyby.parcels.inbox import Inbox
-from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
+from flyby.statistics.decoder import decoder_of
 from flyby.training.checkpoint import TrainingState
 from flyby.training.steps import batches
 
@@ -72,6 +72,7 @@ class FedCvae(Fusion):
     about = "a classifier trained on images that the clients' decoders paint"
     needs = frozenset({"class_counts", "decoder"})
     heterogeneous = True
+    draws = True
     settings_type: ClassVar[type[FusionSettings]] = FedCvaeSettings
     settings: FedCvaeSettings
 
@@ -167,27 +168,10 @@ def painters_of(parcels: Inbox, rule: str, device: torch.device | str) -> list[P
         raise BadInput(f"no client says which classes it holds, so {rule} cannot draw labels; use --fusion ensemble")
     painters = []
     for item, row in zip(parcels, counts, strict=True):
-        decoder = decoder_of(item, rule).to(device)
+        decoder = decoder_of(item).to(device)
         if row.sum() > 0:
             painters.append(Painter(decoder, item.manifest.samples / total, row / row.sum()))
     return painters
-
-
-def decoder_of(item: Parcel, rule: str) -> Decoder:
-    """The decoder an upload carries, rebuilt from its manifest."""
-    sender, facts = item.manifest.sender, item.manifest.meta
-    tensors = {
-        name.removeprefix("decoder."): value for name, value in item.extras.items() if name.startswith("decoder.")
-    }
-    if not tensors or "decoder_latent" not in facts or "decoder_width" not in facts:
-        raise BadInput(f"{rule} needs a decoder and {sender} sent none; train its sites with --method {rule}")
-    with torch.device("meta"):
-        decoder = Decoder(DecoderSpec.beside(item.manifest.spec, facts["decoder_latent"], facts["decoder_width"]))
-    shapes = {name: (value.shape, value.dtype) for name, value in decoder.state_dict().items()}
-    if shapes != {name: (value.shape, value.dtype) for name, value in tensors.items()}:
-        raise BadInput(f"the decoder of {sender} does not fit its own description; ask it to train again")
-    decoder.load_state_dict({name: value.clone() for name, value in tensors.items()}, assign=True)
-    return decoder.eval().requires_grad_(False)
 
 
 def one_latent(painters: Sequence[Painter]) -> DecoderSpec:

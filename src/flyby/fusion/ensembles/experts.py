@@ -29,8 +29,11 @@ from flyby.models import ModelSpec, Network
 from flyby.models.heads import directions
 from flyby.models.shelf import Shelf
 from flyby.parcels.inbox import Inbox
+from flyby.statistics.calibration import calibrated
+from flyby.statistics.catalogue import EXTRAS
+from flyby.statistics.extras import sent
 
-LEAST_GAP = WHISPER = 1e-3
+WHISPER = 1e-3
 Form = Literal["cosine", "softmax", "gate", "calibrated"]
 
 
@@ -90,16 +93,6 @@ class ExpertsPredictor(Predictor):
         return said / said.sum(1, keepdim=True).clamp_min(1e-12)
 
 
-def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
-    """r clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 3, C] = (m+, m-, s-); 0 where own images do not score
-    above scraps."""
-    own, scrap, spread = table[:, None, 0], table[:, None, 1], table[:, None, 2]
-    gap = (own - scrap).clamp_min(LEAST_GAP)
-    stands_out = gap / spread.clamp_min(LEAST_GAP)
-    said = (stands_out / (1 + stands_out)).sqrt() * ((cosine - scrap) / gap).clamp(0, 1.2)
-    return torch.where(own - scrap < LEAST_GAP, 0.0, said)
-
-
 class ExpertsSettings(FusionSettings):
     sharpness: float = Field(16.0, gt=0, description="inverse temperature of the softmax and gate forms")
     power: float | None = Field(
@@ -127,16 +120,7 @@ class Experts(Fusion):
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         networks, tables = parcels.networks(), []
         if "calibration" in self.needs:
-            shape = (3, len(parcels.class_names))
-            for item in parcels:
-                table = item.extras.get("calibration")
-                if table is None or table.shape != shape:
-                    sent = "none" if table is None else str(list(table.shape))
-                    raise BadInput(
-                        f"{self.name} needs calibration scalars {list(shape)} and {item.manifest.sender} sent {sent};"
-                        " use --fusion experts"
-                    )
-                tables.append(table.float())
+            tables = [sent(item, EXTRAS["calibration"])["calibration"] for item in parcels]
         counts = (
             parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
         )

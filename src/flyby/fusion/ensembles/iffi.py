@@ -88,9 +88,7 @@ class Iffi(Fusion):
         shares = torch.tensor(weights_of(parcels, "size" if self.settings.weights == "size" else "uniform"))
         tensors: dict[str, Any] = {"prototypes": torch.einsum("kc,kcd->cd", votes, rows), "shares": shares}
         if self.settings.weights == "noise":
-            spec = parcels.manifests[0].spec
-            shape, rng = (64, *spec.size, spec.channels), generator(server.seed, "server", "noise")
-            pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
+            pixels = parcels.manifests[0].spec.noise(64, generator(server.seed, "server", "noise"))
             with torch.no_grad():
                 tensors["noise"] = torch.stack(
                     [net.features(net.spec.prepare(pixels)).float().mean(0) for net in networks]

@@ -23,14 +23,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from flyby.errors import BadInput, unknown
+from flyby.errors import unknown
 from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import uniform_fan_in
 from flyby.parcels.inbox import Inbox
-from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
+from flyby.statistics.catalogue import EXTRAS
+from flyby.statistics.extras import sent
 
 SPACES = ("own", "shared")
 Means = dict[int, Tensor]  # class -> [d]
@@ -105,7 +106,7 @@ class FedProto(Fusion):
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         if self.settings.space == "shared":
             parcels.same_features("fedproto with space=shared")
-        networks, tables = gather(parcels, self.name)
+        networks, tables = gather(parcels)
         classes = len(parcels.class_names)
         if self.settings.space == "shared":
             means = [filled(averaged(tables), classes)] * len(tables)
@@ -132,7 +133,7 @@ class FedTgp(Fusion):
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_features(self.name)
-        networks, tables = gather(parcels, self.name)
+        networks, tables = gather(parcels)
         margin = margin_of(averaged(tables), self.settings.threshold)
         trained, losses = train_prototypes(tables, len(parcels.class_names), margin, self.settings, server)
         rows: list[list[object]] = [
@@ -212,36 +213,14 @@ def filled(table: Means, classes: int) -> Tensor:
     return rows
 
 
-def gather(parcels: Inbox, rule: str) -> tuple[list[Network], list[Means]]:
-    """Each client's network and class means; what was sent must fit its own spec."""
+def gather(parcels: Inbox) -> tuple[list[Network], list[Means]]:
+    """Each client's network and class means."""
     networks, tables = [], []
     for item in parcels:
-        network = item.network()
-        networks.append(network)
-        tables.append(_means(item, network.feature_dim, rule))
+        found = sent(item, EXTRAS["class-means"])
+        networks.append(item.network())
+        tables.append(dict(zip(found["class-means.classes"].tolist(), found["class-means.means"], strict=True)))
     return networks, tables
-
-
-def _means(item: Parcel, dim: int, rule: str) -> Means:
-    sender, classes = item.manifest.sender, item.manifest.spec.classes
-    means, labels = item.extras.get("class-means.means"), item.extras.get("class-means.classes")
-    if means is None or labels is None:
-        raise BadInput(
-            f"{rule} needs class means and {sender} sent none; train with --set objective.send=[class-means]"
-        )
-    named: list[int] = labels.flatten().tolist()
-    fits = (
-        means.shape == (len(named), dim)
-        and means.is_floating_point()
-        and labels.dtype == torch.int64
-        and labels.ndim == 1
-    )
-    if not named or not fits or named != sorted(set(named)) or not 0 <= named[0] <= named[-1] < classes:
-        raise BadInput(
-            f"the class means of {sender} do not fit its model of {classes} classes and {dim} features; ask it to train"
-            " again"
-        )
-    return dict(zip(named, means.float(), strict=True))
 
 
 def predictor_of(

@@ -24,7 +24,7 @@ from flyby.fusion.predictor import Predictor
 from flyby.fusion.weights.average import AverageSettings, FedAvg
 from flyby.fusion.weights.layers import Gathered, Revised, layer_by_layer, weighted
 from flyby.parcels.inbox import Inbox
-from flyby.statistics.kfac import divide, matrix_shape, unpack
+from flyby.statistics.kfac import divide, matrix_shape, under, unpack
 
 
 class FedLpaSettings(AverageSettings):
@@ -89,18 +89,13 @@ class FedLpa(Fusion):
         return FedAvg(plain).fuse(Revised(parcels, lambda item: item.weights | solved), server)
 
     def _solve(self, layer: Gathered, shares: Sequence[float], average: Tensor) -> Solution:
-        groups, outputs, inputs = matrix_shape(layer.layer)
+        _, outputs, inputs = matrix_shape(layer.layer)
 
         def factors(letter: str, n: int) -> list[Tensor]:
-            def decode(sent: dict[str, Tensor]) -> Tensor:
-                packed = {
-                    key.removeprefix(f"{letter}."): value for key, value in sent.items() if key.startswith(f"{letter}.")
-                }
-                found = unpack(packed, n, average.dtype, average.device)
-                found.diagonal(dim1=1, dim2=2).add_(self.settings.damping)
-                return found
-
-            return layer.decoded(decode, (groups, n, n))
+            found = [unpack(under(letter, each), n, average.dtype, average.device) for each in layer.statistics]
+            for factor in found:
+                factor.diagonal(dim1=1, dim2=2).add_(self.settings.damping)
+            return found
 
         matrices = [m.to(average) for m in layer.matrices]
         return solve(

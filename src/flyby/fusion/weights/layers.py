@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flyby.errors import BadInput
 from flyby.parcels.codecs import DTYPES
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import EXTRA, Parcel
-from flyby.statistics.kfac import Layer, join, matrix_layers
+from flyby.statistics.catalogue import EXTRAS
+from flyby.statistics.extras import sent
+from flyby.statistics.kfac import Layer, join, matrix_layers, under
 
 PORTION = 2**31  # bytes of statistics held at once; where there are more, the parcels are read several times
 
@@ -28,50 +29,24 @@ class Gathered:
     layer: Layer
     matrices: list[Tensor]
     statistics: list[dict[str, Tensor]]
-    senders: list[str]
 
     @property
     def bytes(self) -> int:
         """The bytes of the statistics at the site that sends the most."""
-        return max(sum(tensor.nbytes for tensor in sent.values()) for sent in self.statistics)
-
-    def decoded(self, decode: Callable[[dict[str, Tensor]], Tensor], shape: tuple[int, ...]) -> list[Tensor]:
-        """Every site's statistics through ``decode``; a site whose tensors do not fit the layer is named."""
-        found = []
-        for sender, sent in zip(self.senders, self.statistics, strict=True):
-            try:
-                value = decode(sent)
-                if value.shape != shape:
-                    raise ValueError(f"{list(value.shape)} where {list(shape)} is needed")
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise BadInput(
-                    f"{sender} sent statistics of {self.name} that do not fit its network ({error}); train it again"
-                ) from None
-            found.append(value)
-        return found
+        return max(sum(tensor.nbytes for tensor in each.values()) for each in self.statistics)
 
 
 def layer_by_layer(parcels: Inbox, statistic: str) -> Iterator[Gathered]:
     """Every linear and convolution layer in turn. Memory holds the statistics, as they were sent, of as many layers as
     fit ``PORTION``."""
     layers = matrix_layers(parcels.manifests[0].spec.skeleton())
-    for name in layers:
-        for manifest in parcels.manifests:
-            if not any(extra.startswith(f"{statistic}.{name}.") for extra in manifest.extras):
-                raise BadInput(
-                    f"{manifest.sender} sent no {statistic} statistics of {name}; train it with --set"
-                    f" objective.send=[{statistic}], or use fedavg"
-                )
     for names in _portions(parcels, statistic, list(layers)):
-        gathered = {name: Gathered(name, layers[name], [], [], []) for name in names}
+        gathered = {name: Gathered(name, layers[name], [], []) for name in names}
         for item in parcels:
+            statistics = sent(item, EXTRAS[statistic])
             for name, layer in gathered.items():
-                start = f"{statistic}.{name}."
                 layer.matrices.append(join(item.weights, name, layer.layer))
-                layer.statistics.append(
-                    {key.removeprefix(start): value for key, value in item.extras.items() if key.startswith(start)}
-                )
-                layer.senders.append(item.manifest.sender)
+                layer.statistics.append(under(f"{statistic}.{name}", statistics))
         while names:
             yield gathered.pop(names.pop(0))
 

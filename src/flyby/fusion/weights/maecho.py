@@ -14,7 +14,6 @@ eta <= 1, and rounding does not grow: float32 serves. Everything that is not a l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -51,8 +50,7 @@ class MaEcho(Fusion):
         rows = []
         for layer in layer_by_layer(parcels, "null-space"):
             groups, outputs, inputs = matrix_shape(layer.layer)
-            decode = partial(expand, n=inputs, dtype=torch.float32, device=server.device)
-            projectors = layer.decoded(decode, (groups, inputs, inputs))
+            projectors = [expand(each, inputs, torch.float32, server.device) for each in layer.statistics]
             matrices = [m.to(server.device, torch.float32) for m in layer.matrices]
             answer, change = echo(matrices, projectors, shares, self.settings.eta, self.settings.iterations)
             answers |= divide(answer.cpu().float(), layer.name, layer.layer)
