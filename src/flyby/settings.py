@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from flyby.errors import BadInput, unknown
 from flyby.names import printable
 
 Typed = TypeVar("Typed", bound=BaseModel)
+
+
+class Grown(BaseModel):
+    """Settings that have grown since parcels and uploads were first named by them: of the fields in ``later`` a dump
+    has only those that are not at their default, so that what was made before keeps its bytes and its name."""
+
+    later: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields, silent = handler(self), self.silent()
+        return {name: value for name, value in fields.items() if name not in silent}
+
+    def silent(self) -> set[str]:
+        return {name for name in self.later if getattr(self, name) == type(self).model_fields[name].default}
 
 
 class Complaint(NamedTuple):

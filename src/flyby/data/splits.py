@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from flyby.data.dataset import Dataset
 from flyby.data.places import parts_by_block, regions
@@ -25,7 +25,7 @@ from flyby.files import digest, read_json, unwritable, write_text
 from flyby.names import as_name
 from flyby.registry import Registry
 from flyby.rng import legacy_numpy
-from flyby.settings import sentence
+from flyby.settings import Grown, sentence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,11 +36,12 @@ MAX_REDRAWS = 2000
 MANY = 20  # more sites or classes than this are not spelt out in a notebook
 
 
-class SplitSettings(BaseModel):
+class SplitSettings(Grown):
     """How to divide a dataset; ``alpha`` is FOL's psi too, ``labels`` serves ``by-label``, ``val`` is held out per
     site."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    later = frozenset({"holdout", "block_km", "patches"})
 
     name: str = "dirichlet"
     clients: int = Field(5, ge=1, le=100_000)

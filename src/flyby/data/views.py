@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import ConfigDict, Field, field_validator
 from torch import Tensor
+
+from flyby.settings import Grown
 
 
 @functools.cache
@@ -38,11 +40,12 @@ Strength = Annotated[float, Field(ge=0, le=1)]
 Hue = Annotated[float, Field(ge=0, le=0.5)]
 
 
-class ViewSettings(BaseModel):
+class ViewSettings(Grown):
     """What is done to an image before the network sees it. All draws are per sample; normalisation is the
     ModelSpec's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    later = frozenset({"vertical", "turns", "noise"})
 
     crop: Literal["none", "pad", "resized"] = "none"
     pad: int = Field(4, ge=0, description="pixels of black border for crop: pad")
@@ -74,14 +77,7 @@ class ViewSettings(BaseModel):
             raise ValueError("give the smaller number first")
         return pair
 
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is off and came later, so that older parcels and the names of uploads stay as they are."""
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if value or name not in LATER}
 
-
-LATER = ("vertical", "turns", "noise")
 PLAIN = ViewSettings()
 STANDARD = ViewSettings(crop="pad", flip=0.5)
 SALT = ViewSettings(crop="resized", flip=0.5, jitter=(0.4, 0.4, 0.4, 0.1), grey=0.2, views=2)

@@ -11,14 +11,11 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 from torch import Tensor, nn
@@ -27,7 +24,7 @@ from flyby import rng
 from flyby.errors import BadInput, unknown
 from flyby.models.heads import HEADS, Head, uniform_fan_in
 from flyby.models.networks import ARCHITECTURES
-from flyby.settings import complaint
+from flyby.settings import Grown, complaint
 
 MAX_WIDTH = 65_536
 MAX_ENTRIES = 4096
@@ -42,7 +39,7 @@ Word = Annotated[
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(Grown):
     """What a network is: architecture, classes, input, head and widths; strict, frozen, hashable, the same after a trip
     through JSON.
 
@@ -56,6 +53,7 @@ class ModelSpec(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    later = frozenset({"pixels"})
 
     name: Word
     classes: int = Field(ge=2, le=100_000)
@@ -64,21 +62,13 @@ class ModelSpec(BaseModel):
     head: Word = "linear"
     width: float = Field(default=1.0, gt=0, le=64)
     stem: Literal["cifar", "imagenet"] = "cifar"
-    widths: dict[Word, Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = {}
+    widths: dict[Word, Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field(default_factory=dict)
     logit_scale: bool = False
     projector: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_WIDTH)], ...], FromList, Field(max_length=4)] = ()
     # Bounded, so that a foreign spec cannot turn images into infinities.
     mean: Annotated[tuple[Annotated[float, Field(ge=-1e9, le=1e9)], ...], FromList] = ()
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e9)], ...], FromList] = ()
     pixels: Literal["uint8", "float32"] = "uint8"
-
-    @model_serializer(mode="wrap")
-    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what says nothing: photographs are described, and hashed, as before there were tiles."""
-        fields: dict[str, Any] = handler(self)
-        if self.pixels == "uint8":
-            fields.pop("pixels", None)
-        return fields
 
     @model_validator(mode="wrap")
     @classmethod

@@ -123,11 +123,7 @@ def former_keys(config: RunConfig) -> tuple[str, ...]:
     """The keys of the first rows ever written: hashes of every field of that time, defaults and all."""
     fields = {"method", "seed", "data", "split", "model", "fusion_name", "objective", "train", "views", "fusion"}
     fields |= {"codec", "counts", "epsilon", "proxy"}
-    later: Any = {"split": {"holdout", "block_km", "patches"}}
-    return tuple(
-        digest(json.loads(config.model_dump_json(include=kept, exclude=later)))
-        for kept in (fields, fields | {"orient"})
-    )
+    return tuple(digest(json.loads(config.model_dump_json(include=kept))) for kept in (fields, fields | {"orient"}))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

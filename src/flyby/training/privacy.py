@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby.data.site import Part
@@ -35,13 +35,14 @@ from flyby.models import ModelSpec, Network
 from flyby.models.networks import ARCHITECTURES
 from flyby.objectives.base import Batch, Objective, ObjectiveSettings
 from flyby.rng import generator
+from flyby.settings import Grown
 
 ACCOUNTANT = "rdp"
 CHUNK = 256  # per-sample gradients held at once
 TOLERANCE = 0.01  # of the target epsilon: how far below it the noise may end up
 
 
-class PrivacySettings(BaseModel):
+class PrivacySettings(Grown):
     """The settings of private training, off by default. They stand in parcels and keys only where they are on: no other
     parcel's bytes know of them."""
 
@@ -51,13 +52,8 @@ class PrivacySettings(BaseModel):
     dp_delta: float | None = Field(None, gt=0, lt=1, description="DP-SGD's delta; null: 1 / (10 n)")
     dp_clip: float = Field(1.0, gt=0, description="DP-SGD: largest gradient norm of one image")
 
-    @model_serializer(mode="wrap")
-    def _only_where_on(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in handler(self).items()
-            if self.dp_epsilon is not None or not key.startswith("dp_")
-        }
+    def silent(self) -> set[str]:
+        return super().silent() | (set(PrivacySettings.model_fields) if self.dp_epsilon is None else set())
 
 
 def check_privacy(

@@ -16,6 +16,7 @@ class TrainSettings(PrivacySettings):
     steps an epoch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    later = frozenset({"init"})
 
     epochs: int = Field(20, ge=1, le=100_000)
     batch: int | None = Field(None, ge=1)
