@@ -17,6 +17,7 @@ import typer.core
 from flyby import __version__
 from flyby.commands import flower, keys
 from flyby.commands.audit import audit
+from flyby.commands.backbones import backbones
 from flyby.commands.bench import bench
 from flyby.commands.data import data
 from flyby.commands.evaluate import evaluate
@@ -42,7 +43,7 @@ app = typer.Typer(
 )
 for command in (
     *(run, train, inspect, fuse, orient, evaluate, predict),
-    *(report, study, methods, data, audit, bench, sign),
+    *(report, study, methods, data, backbones, audit, bench, sign),
 ):
     app.command()(command)
 app.add_typer(keys.app, name="keys")

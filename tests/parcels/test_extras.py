@@ -70,8 +70,10 @@ def site_of(k: int) -> Site:
 
 def made(k: int, kind: str) -> Parcel:
     """An upload with all that belongs to one kind of extra; where sites may choose, each chose another way."""
-    network, site = SPEC.build(generator(k, "weights")).eval(), site_of(k)
+    eyes = 0 if kind == "feature-sums" else k  # sums are of features that one network gave
+    network, site = SPEC.build(generator(eyes, "weights")).eval(), site_of(k)
     chosen = {("kfac", 1): ":half=false", ("null-space", 1): ":half=false", ("null-space", 2): ":rank=1"}
+    chosen |= {("feature-sums", 1): ":dtype=float64"}
     if kind == "calibration":
         extras = calibrate(network, site, 0)
     elif kind == "decoder":

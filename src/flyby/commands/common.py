@@ -41,6 +41,16 @@ Size = Annotated[int | None, typer.Option(help="Resize images to this many pixel
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 Epochs = Annotated[int | None, typer.Option(help="Local epochs.")]
 Architecture = Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")]
+Backbone = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|PATH",
+        help="Only train a head on this frozen network: efficientnet-lite0, timm:NAME, a parcel, a model folder ...",
+    ),
+]
+BackboneSize = Annotated[
+    int | None, typer.Option(help="Pixels a side of what the backbone is given; fewer are faster, 128 on a CPU.")
+]
 Rule = Annotated[str | None, typer.Option(help="Another server rule than the method's own.")]
 MinSize = Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")]
 Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
@@ -158,6 +168,12 @@ class WatchOptions:
 def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:
     """The assignments of --set, with that of --compile."""
     return [*(settings or ()), *([f'train.compile="{compiled}"'] if compiled else [])]
+
+
+def standing(settings: list[str] | None, backbone: str | None, size: int | None) -> list[str]:
+    """The assignments of --set, after those of --backbone and --backbone-size."""
+    asked = {"model.backbone": backbone, "model.backbone_size": size}
+    return [*(f"{key}={json.dumps(value)}" for key, value in asked.items() if value is not None), *(settings or ())]
 
 
 def say(value: Any, as_json: bool, text: str) -> None:

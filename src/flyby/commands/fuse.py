@@ -25,8 +25,27 @@ from flyby.errors import BadInput
 @grouped
 def fuse(
     *,
-    out: Annotated[Path, typer.Option(help="The folder to write.")],
-    parcels: Annotated[list[Path] | None, typer.Argument(help="The .parcel files, one per site.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write; with --add and --remove by default the model's own.")
+    ] = None,
+    parcels: Annotated[
+        list[Path] | None, typer.Argument(help="The .parcel files, one per site; or the model to add to.")
+    ] = None,
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PARCEL", help="Put a late site into a model of closed form (repeatable)."),
+    ] = None,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE|PARCEL", help="Take a site out of such a model exactly, without the others (repeatable)."
+        ),
+    ] = None,
+    region: Annotated[
+        Path | None,
+        typer.Option("--partial", metavar="PARCEL", help="Only add up the sites' sums, into one parcel of a region."),
+    ] = None,
+    names: Annotated[bool, typer.Option(help="With --partial: say who is in it, or only how many.")] = True,
     watch: Annotated[
         Path | None,
         typer.Option(metavar="INBOX", help="Wait until enough parcels lie in this folder, instead of naming them."),
@@ -59,8 +78,34 @@ def fuse(
     """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
     from flyby.files import sole_writer
     from flyby.parcels.gate import open_gate
-    from flyby.runs.server import SERVER, Order, fuse_parcels
+    from flyby.runs.server import SERVER, Order, change_model, fuse_parcels, make_region
 
+    if region is not None or add or remove:
+        if watch is not None or (region is not None and (add or remove)):
+            raise BadInput("--watch, --partial, and --add or --remove are three different things; give one of them")
+        parcels = parcels or []
+        if region is None and len(parcels) != 1:
+            raise BadInput("name the one model folder to change: flyby fuse --add late.parcel global/")
+        if region is not None and (out is not None or not parcels):
+            raise BadInput("name the .parcel files to add up; --partial itself says what is written, without --out")
+        target = region or out or parcels[0]
+        order = Order(target, fusion, settings or (), proxy, validation, min_sites, seed, export, device, keep_bad)
+        with sole_writer(target):
+            if region is not None:
+                gate = open_gate(region.stem, None, **entrance.words)
+                facts = make_region(parcels, region, order, gate, names=names, ledger=entrance.ledger)
+                text = (
+                    f"{region}: {facts['sites']} sites in {facts['bytes']:,} bytes; send it on, or sign it: flyby sign"
+                )
+            else:
+                gate = open_gate(SERVER, None, **entrance.words)
+                facts = change_model(parcels[0], add or [], remove or [], order, gate, entrance.ledger)
+                text = f"{target}: {facts['kind']} of {facts['sites']} sites now"
+        note([*(one.line for one in gate.refused), *gate.notes])
+        say(facts, as_json, text)
+        return
+    if out is None:
+        raise BadInput("name the folder to write with --out")
     waiting = watching.waiting(watch is not None, min_sites if watch else None)
     if (watch is None) is not bool(parcels):
         raise BadInput("name the .parcel files, or the folder in which they arrive with --watch INBOX, and not both")

@@ -13,6 +13,8 @@ import typer
 
 from flyby.commands.common import (
     Architecture,
+    Backbone,
+    BackboneSize,
     Compiled,
     Device,
     Epochs,
@@ -26,6 +28,7 @@ from flyby.commands.common import (
     compiling,
     grouped,
     say,
+    standing,
 )
 from flyby.errors import BadInput
 
@@ -63,6 +66,8 @@ def run(
     split: Annotated[str, typer.Option(help="How the data is divided.")] = "dirichlet",
     min_size: MinSize = None,
     model: Architecture = None,
+    backbone: Backbone = None,
+    backbone_size: BackboneSize = None,
     fusion: Rule = None,
     meetings: Meetings,
     engine: Annotated[
@@ -88,7 +93,8 @@ def run(
         raise BadInput("name a method; `flyby methods` lists them")
     words = {"fusion": fusion, "seed": seed, "model": model, "epochs": epochs, "data": {"name": data, "size": size}}
     shares = {"name": split, "clients": clients, "alpha": alpha, "min_size": min_size}
-    configs = _configs(names, meetings, split=shares, assignments=compiling(settings, compiled), **words)
+    chosen = compiling(standing(settings, backbone, backbone_size), compiled)
+    configs = _configs(names, meetings, split=shares, assignments=chosen, **words)
     folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
     command = shlex.join(["flyby", *sys.argv[1:]])
     options = Options(engine=engine, device=device, resume=resume, command=command, quiet=quiet)

@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Compiled, Device, Epochs, Json, Quiet, Set, Size, compiling, say
+from flyby.commands.common import (
+    Backbone,
+    BackboneSize,
+    Compiled,
+    Device,
+    Epochs,
+    Json,
+    Quiet,
+    Set,
+    Size,
+    compiling,
+    say,
+    standing,
+)
 
 
 def train(
@@ -19,6 +32,8 @@ def train(
     epochs: Epochs = None,
     seed: Annotated[int, typer.Option(help="All sites must use the same.")] = 0,
     model: Annotated[str | None, typer.Option(help="Architecture; all sites the same, for rules that average.")] = None,
+    backbone: Backbone = None,
+    backbone_size: BackboneSize = None,
     device: Device = "auto",
     compiled: Compiled = None,
     size: Size = None,
@@ -38,7 +53,7 @@ def train(
         data={"name": data, "size": size, "holdout": 0.0},
         model=model,
         epochs=epochs,
-        assignments=compiling(settings, compiled),
+        assignments=compiling(standing(settings, backbone, backbone_size), compiled),
     )
     name = site or (secret and secret.sender) or out.stem
     manifest, written = train_parcel(config, out, name, device=device, quiet=quiet, key=secret)

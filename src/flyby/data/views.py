@@ -77,6 +77,16 @@ class ViewSettings(Grown):
             raise ValueError("give the smaller number first")
         return pair
 
+    @property
+    def still(self) -> bool:
+        """Whether every view shows the image as it is, so that what is computed from it need not be computed again."""
+        changes = (self.flip, self.vertical, self.grey, self.noise, *self.jitter)
+        return self.crop == "none" and not any(changes) and not self.turns
+
+    def stilled(self) -> ViewSettings:
+        """As many views, all of them the image as it is."""
+        return ViewSettings(views=self.views)
+
 
 PLAIN = ViewSettings()
 STANDARD = ViewSettings(crop="pad", flip=0.5)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from flyby.fusion.base import Fusion, FusionSettings, Server
+from flyby.fusion.closed.fishermix import FisherMix
+from flyby.fusion.closed.lda import Lda, NaiveBayes
+from flyby.fusion.closed.ridge import Ridge
 from flyby.fusion.distilled.coboosting import CoBoosting
 from flyby.fusion.distilled.dense import Dense
 from flyby.fusion.distilled.fedcvae import FedCvae, FedCvaeKd
@@ -24,6 +27,7 @@ RULES: tuple[type[Fusion], ...] = (
     *(FedAvg, EnsembleFusion, Iffi, Experts, ExpertsSoftmax, ExpertsGate, ExpertsCalibrated),
     *(FedProto, FedTgp, FedCvae, FedCvaeKd, Dense, CoBoosting, FedDF, IntactOFL, FedLpa, MaEcho, OtFusion),
     *(Median, Trimmed, Clipped, EnsembleMedian, EnsembleTrimmed),
+    *(Ridge, Lda, NaiveBayes, FisherMix),
 )
 FUSIONS: Registry[type[Fusion]] = Registry("fusion", {f.name: f for f in RULES}, group="flyby.fusions")
 for _made in (IffiPredictor, ExpertsPredictor, NearestMeans, GatedPredictor, RobustEnsemble):

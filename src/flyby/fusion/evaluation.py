@@ -15,6 +15,7 @@ from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
 from flyby.models import Network
 from flyby.models.cost import at_once
+from flyby.models.features import features_of
 
 BATCH = 512
 VOICES = 256_000_000  # bytes of what a predictor's members said that are kept at once
@@ -38,8 +39,11 @@ class Looks:
             return self.seen[key]
         network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network.eval()
-        pieces = torch.split(images, at_once(network.spec, BATCH))
-        found = torch.cat([network.features(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
+        if network.spec.backbone is not None:
+            found = features_of(network, images).cpu()
+        else:
+            pieces = torch.split(images, at_once(network.spec, BATCH))
+            found = torch.cat([network.features(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
         if key and found.nbytes <= self.most:
             self.seen[key] = found
             while sum(one.nbytes for one in self.seen.values()) > self.most:

@@ -40,7 +40,7 @@ from flyby.registry import Registry
 FORMAT = 1
 MODEL, TENSORS = "model.json", "model.safetensors"
 DEFAULT_LIMITS = Limits()
-FILES = (MODEL, TENSORS, "model.pt2", "README.md", "ledger.json", FOLDER_FILE)  # of a model folder
+FILES = (MODEL, TENSORS, "sums.safetensors", "model.pt2", "README.md", "ledger.json", FOLDER_FILE)  # of a model folder
 
 
 class Predictor(nn.Module):

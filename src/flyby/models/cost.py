@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flyby.errors import BadInput
+from flyby.models.backbones import Named, parameters_of
 from flyby.models.spec import ModelSpec
 
 ROOM = 576 << 20  # bytes that a batch may take inside a network that answers: 512 images of 32x32 in a ResNet
@@ -76,13 +77,17 @@ class Limits(BaseModel):
 def cost_of(spec: ModelSpec) -> Cost:
     """What a network of this spec costs for one image."""
     try:
+        # Before anything is counted: a backbone that is drawn up under way would be taken for activations.
+        below = parameters_of(Named(spec.name, spec.backbone)) if spec.backbone is not None else 0
         network, image = spec.skeleton().eval(), _empty(1, spec.channels, *spec.size)
         with torch.no_grad(), _Counted(image) as counted:
             network(image)
+    except BadInput:  # its backbone is not on this machine
+        raise
     except Exception as error:  # an architecture of another package may do anything at all
         reason = (str(error).splitlines() or [""])[0][:200]
         raise BadInput(f"what {spec.name} costs cannot be told from its spec ({reason}); use another model") from error
-    parameters = sum(math.prod(shape) for shape, _ in spec.shapes().values())
+    parameters = below + sum(math.prod(shape) for shape, _ in spec.shapes().values())
     return Cost(parameters, counted.total, counted.most, spec.channels * math.prod(spec.size), counted.products)
 
 
@@ -119,6 +124,11 @@ def _pooled(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, **
     return _empty(*shape), _empty(*shape, dtype=torch.int64)  # a CPU keeps the places of the largest, wanted or not
 
 
+def _padded(x: Tensor, border: tuple[int, ...]) -> Tensor:
+    left, right, above, below = border
+    return _empty(*x.shape[:2], x.shape[2] + above + below, x.shape[3] + left + right)
+
+
 # The shapes of what networks are made of. Torch has rules of its own for the meta device, and loads three seconds of
 # modules at the first: they are asked only for what does not stand here.
 _SHAPES: Mapping[Any, Callable[..., Tensor | tuple[Tensor, ...]]] = {
@@ -128,6 +138,10 @@ _SHAPES: Mapping[Any, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     F.adaptive_avg_pool2d: lambda x, size: _empty(*x.shape[:2], *_both(size)),
     F.batch_norm: _same,
     F.relu: _same,
+    F.relu6: _same,
+    F.pad: _padded,
+    F.interpolate: lambda x, size, **_: _empty(*x.shape[:2], *_both(size)),
+    torch.add: _same,
     F.hardtanh: _same,
     F.normalize: _same,
     Tensor.flatten: lambda x, start: x.flatten(start) if x.is_contiguous() else _empty(len(x), x[0].numel()),

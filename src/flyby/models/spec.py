@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from flyby import rng
 from flyby.errors import BadInput, unknown
+from flyby.models.backbones import Backbone, Frozen, Named, check_name, is_name
 from flyby.models.heads import HEADS, Head, uniform_fan_in
 from flyby.models.networks import ARCHITECTURES
 from flyby.settings import Grown, complaint
@@ -48,12 +49,14 @@ class ModelSpec(Grown):
     ``mean`` and ``std`` are per channel. Of ``pixels`` that are uint8 they are in 0..1 units, and constants on purpose,
     0.5 and 0.25 where empty: sites share no statistics. Tiles of float32 are in units of their own, and so are their
     ``mean`` and ``std``, 0 and 1 where empty. ``logit_scale`` puts a learnable factor on a prototype head's logits;
-    ``projector`` puts linear layers of these widths, with ReLUs between, after the backbone. Whatever is wrong is a
-    :class:`BadInput` of one sentence.
+    ``projector`` puts linear layers of these widths, with ReLUs between, after the backbone. With a frozen ``backbone``
+    the name is that of the backbone, its own normalisation holds where no other is given, and images of any ``size``
+    are resized for it; only what stands after it is part of the state. Whatever is wrong is a :class:`BadInput` of one
+    sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    later = frozenset({"pixels"})
+    later = frozenset({"pixels", "backbone"})
 
     name: Word
     classes: int = Field(ge=2, le=100_000)
@@ -69,6 +72,7 @@ class ModelSpec(Grown):
     mean: Annotated[tuple[Annotated[float, Field(ge=-1e9, le=1e9)], ...], FromList] = ()
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e9)], ...], FromList] = ()
     pixels: Literal["uint8", "float32"] = "uint8"
+    backbone: Backbone | None = None
 
     @model_validator(mode="wrap")
     @classmethod
@@ -91,7 +95,41 @@ class ModelSpec(Grown):
             raise BadInput(f"the model spec's {where} is {reprlib.repr(first.value)}: {first.reason}") from None
 
     def _checked(self) -> Self:
-        architecture, head = ARCHITECTURES[self.name], HEADS[self.head]
+        head = HEADS[self.head]
+        if self.backbone is not None:
+            self._check_backbone(self.backbone)
+        else:
+            self._check_architecture()
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if values and len(values) != self.channels:
+                raise BadInput(
+                    f"the model spec's {key} has {len(values)} numbers for {self.channels} channels; give one for each,"
+                    " or none"
+                )
+        if self.logit_scale and not head.takes_scale:
+            raise BadInput(
+                f"logit_scale has no meaning for the {self.head} head; choose head 'prototype' or leave it out"
+            )
+        return self
+
+    def _check_backbone(self, backbone: Backbone) -> None:
+        check_name(self.name)
+        if self.widths or self.width != 1:
+            raise BadInput(f"the widths of the backbone {self.name} are its own; leave width and widths out")
+        if self.channels not in (1, backbone.channels):
+            raise BadInput(
+                f"the backbone {self.name} takes images of {backbone.channels} channels and these have {self.channels};"
+                " choose a backbone for them, or train without one"
+            )
+        if not len(backbone.mean) == len(backbone.std) == backbone.channels:
+            raise BadInput(
+                f"the backbone of the model spec has not one mean and std for each of its {backbone.channels} channels"
+            )
+
+    def _check_architecture(self) -> None:
+        if self.name not in ARCHITECTURES and is_name(self.name):
+            raise BadInput(f"{self.name} is a backbone, not an architecture to train; name it with --backbone")
+        architecture = ARCHITECTURES[self.name]
         for key in self.widths:
             if key not in architecture.widths:
                 raise unknown(f"width of {self.name}", key, architecture.widths)
@@ -107,17 +145,6 @@ class ModelSpec(Grown):
                 f"{self.name} cannot take images of {self.size[0]}x{self.size[1]}; the smallest that works is"
                 f" {least}x{least}, so resize them or choose another model such as cnn-small"
             )
-        for key, values in (("mean", self.mean), ("std", self.std)):
-            if values and len(values) != self.channels:
-                raise BadInput(
-                    f"the model spec's {key} has {len(values)} numbers for {self.channels} channels; give one for each,"
-                    " or none"
-                )
-        if self.logit_scale and not head.takes_scale:
-            raise BadInput(
-                f"logit_scale has no meaning for the {self.head} head; choose head 'prototype' or leave it out"
-            )
-        return self
 
     def __hash__(self) -> int:
         return hash(tuple(tuple(sorted(v.items())) if isinstance(v, dict) else v for v in self.__dict__.values()))
@@ -133,7 +160,7 @@ class ModelSpec(Grown):
 
     def layer_widths(self) -> dict[str, int]:
         """Every width that can be chosen on its own, by name, as this spec has it."""
-        defaults = ARCHITECTURES[self.name].widths
+        defaults = {} if self.backbone is not None else ARCHITECTURES[self.name].widths
         return {key: self.widths.get(key, max(1, round(default * self.width))) for key, default in defaults.items()}
 
     def skeleton(self) -> Network:
@@ -164,7 +191,10 @@ class ModelSpec(Grown):
         """Mean and standard deviation of each channel (of bytes, in 0..1 units), as float32 ``[C]`` on a device;
         shared, so not to be changed."""
         usual = (DEFAULT_MEAN, DEFAULT_STD) if self.pixels == "uint8" else (0.0, 1.0)
-        mean, std = self.mean or (usual[0],) * self.channels, self.std or (usual[1],) * self.channels
+        mean, std = (usual[0],) * self.channels, (usual[1],) * self.channels
+        if self.backbone is not None:
+            mean, std = self.backbone.statistics(self.channels)
+        mean, std = self.mean or mean, self.std or std
         return _constant(mean, torch.device(device)), _constant(std, torch.device(device))
 
     def prepare(self, images: Tensor) -> Tensor:
@@ -201,7 +231,13 @@ class Network(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.backbone, self.feature_dim = ARCHITECTURES[spec.name].build(spec, spec.layer_widths())
+        self.backbone: nn.Module
+        if spec.backbone is not None:
+            (mean,), (std,) = spec.backbone.statistics(1)
+            grey = None if spec.mean or spec.std else (mean, std)
+            self.backbone, self.feature_dim = Frozen(Named(spec.name, spec.backbone), grey), spec.backbone.dim
+        else:
+            self.backbone, self.feature_dim = ARCHITECTURES[spec.name].build(spec, spec.layer_widths())
         self.projector = nn.Sequential()
         for width in spec.projector:
             if len(self.projector):
@@ -216,6 +252,14 @@ class Network(nn.Module):
             self.identity = ""
         return super().train(mode)
 
+    def prepare(self, images: Tensor) -> Tensor:
+        """A site's images as this network takes them."""
+        return self.spec.prepare(images)
+
+    def statistics(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """What its images are normalised by."""
+        return self.spec.statistics(device)
+
     def features(self, x: Tensor) -> Tensor:
         return self.projector(self.backbone(x))  # type: ignore[no-any-return]
 
@@ -224,7 +268,7 @@ class Network(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Set every parameter and buffer, in module order, from this generator alone."""
-        fan_out = ARCHITECTURES[self.spec.name].fan_out
+        fan_out = self.spec.backbone is None and ARCHITECTURES[self.spec.name].fan_out
         for module in self.modules():
             if isinstance(module, Head):
                 module.initialise(generator)

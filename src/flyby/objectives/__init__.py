@@ -6,12 +6,13 @@ from flyby.objectives.aurora import Aurora
 from flyby.objectives.base import Batch, Objective, ObjectiveSettings, Terms
 from flyby.objectives.cvae import Cvae
 from flyby.objectives.etf import BalancedEtf
+from flyby.objectives.frozen import Frozen
 from flyby.objectives.salt import Salt
 from flyby.objectives.supervised import Supervised
 from flyby.registry import Registry
 
 OBJECTIVES: Registry[type[Objective]] = Registry(
-    "objective", {o.name: o for o in (Supervised, Salt, Aurora, BalancedEtf, Cvae)}, group="flyby.objectives"
+    "objective", {o.name: o for o in (Supervised, Salt, Aurora, BalancedEtf, Cvae, Frozen)}, group="flyby.objectives"
 )
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Aurora",
     "BalancedEtf",
     "Batch",
+    "Frozen",
     "Objective",
     "ObjectiveSettings",
     "Salt",

@@ -60,6 +60,7 @@ class Objective(nn.Module):
     head: ClassVar[str] = "linear"
     settings_type: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
     batch: ClassVar[int] = 64
+    trains: ClassVar[bool] = True  # where it does not, a site's epochs are 0
     per_sample: ClassVar[bool] = False  # whether the loss is a mean over images, each alone, as private training needs
     training: bool
 

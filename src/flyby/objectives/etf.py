@@ -14,7 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from flyby.data.site import Site
-from flyby.models import Network
+from flyby.errors import BadInput
+from flyby.models import ModelSpec, Network
 from flyby.models.anchors import simplex_etf
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms, accuracy_of
 from flyby.objectives.supervised import Supervised
@@ -33,6 +34,15 @@ class BalancedEtf(Supervised):
     settings_type: ClassVar[type[ObjectiveSettings]] = BalancedEtfSettings
     settings: BalancedEtfSettings  # type: ignore[assignment]
     log_counts: Tensor
+
+    @classmethod
+    def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
+        if spec.backbone is not None and not spec.projector:
+            raise BadInput(
+                "a fixed classifier on a frozen backbone has nothing to learn; put a layer between them with --set"
+                " model.projector=[128]"
+            )
+        return super().adapt_spec(spec, settings)
 
     def prepare(self, model: Network, site: Site, seed: int) -> None:
         anchors: Tensor = model.head.anchors  # type: ignore[assignment]

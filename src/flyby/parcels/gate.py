@@ -121,6 +121,7 @@ class Gate:
         self.notes: list[str] = []
         self.accuracies: dict[str, float] = {}  # sender -> share of the validation images that its own model gets right
         self._earlier = {c.sender: c.digest for c in earlier.crossings} if earlier is not None else {}
+        self._reads = frozenset({"weights"})  # what the rule, if there is one, looks at in a parcel
         self._waiting: dict[str, Admitted] = {}
         self._refused: dict[str, Refusal] = {}
 
@@ -215,7 +216,7 @@ class Gate:
                 f"{label} is a second crossing: {sender} is in the ledger of an earlier fusion; each model crosses"
                 " once, so leave it out"
             )
-        if self.standing is not None and (first := self.standing.origin(manifest.weights_digest, self.receiver)):
+        if first := self._origin(manifest):
             raise BadInput(
                 f"{label} is a second crossing: it is the model that {first} sent to an earlier fusion; a copy under"
                 " another name counts once"
@@ -225,6 +226,14 @@ class Gate:
                 f"{label} is not the parcel of {sender} that the older model here was made of; each model crosses once,"
                 " so name a new folder with --out"
             )
+
+    def _origin(self, manifest: Manifest) -> str | None:
+        """Who sent the same to an earlier fusion, whatever that one read of it."""
+        if self.standing is None:
+            return None
+        kinds = {name.partition(".")[0] for name in manifest.extras}
+        digests = (manifest.weights_digest, *(manifest.content_digest((kind,)) for kind in sorted(kinds)))
+        return next((who for one in digests if (who := self.standing.origin(one, self.receiver))), None)
 
     # -- all together
 
@@ -243,6 +252,7 @@ class Gate:
         architecture; ``needs`` is what a fusion asks every parcel for; ``beside`` examines the extras. Fills the ledger
         and the quarantine.
         """
+        self._reads = frozenset(needs) or self._reads
         self._fit(like, rule)
         self._carries(needs)
         self._copies()
@@ -251,8 +261,9 @@ class Gate:
         self._against_median({key: found[1] for key, found in looked.items() if found is not None})
         self._remark({key: found[0] for key, found in looked.items() if found is not None and found[0] is not None})
         for one in self._waiting.values():
-            weights = one.manifest.weights_digest
-            self.ledger.record(one.manifest.sender, self.receiver, one.bytes, one.digest, weights=weights)
+            weights = one.manifest.content_digest(self._reads)
+            sender, sites = one.manifest.sender, one.manifest.sites
+            self.ledger.record(sender, self.receiver, one.bytes, one.digest, weights=weights, sites=sites)
         self.isolate()
         return self.waiting
 
@@ -350,13 +361,14 @@ class Gate:
         seen: dict[str, str] = {}
         # Of two the better known one is the original, then the first. Weights alone decide: an extra is soon added.
         for key, one in sorted(self._waiting.items(), key=lambda pair: self._standing(pair[1])):
-            content = one.manifest.weights_digest
+            content = one.manifest.content_digest(self._reads)
             if content in seen:
+                what = "every weight" if "weights" in self._reads else "every number"
                 self._drop(
                     key,
                     "copy",
-                    f"{one.label}: every weight of {one.manifest.sender} is that of {seen[content]}; a copy under"
-                    " another name counts once",
+                    f"{one.label}: {what} of {one.manifest.sender} is that of {seen[content]}; a copy under another"
+                    " name counts once",
                 )
             else:
                 seen[content] = one.manifest.sender
@@ -390,12 +402,18 @@ class Gate:
                     else parcel.read(one.source, max_bytes=self.policy.max_bytes)
                 )
                 shown = None if validation is None else validation.images
-                answers = plausible.answers(item, shown, device, self.policy)
-            if validation is not None:
+                # A network that no rule reads need not answer, and its frozen backbone need not be installed here.
+                answers = (
+                    plausible.answers(item, shown, device, self.policy)
+                    if "weights" in self._reads or validation is not None
+                    else None
+                )
+            if validation is not None and answers is not None:
                 labels = validation.labels.cpu()
                 judged = plausible.judge(answers == labels, labels, counts, classes, lenient=True)
                 self.accuracies[one.manifest.sender] = float((answers == labels).double().mean())
-                if not judged.passes:
+                # A network that no rule reads has learned nothing, and need not have.
+                if not judged.passes and "weights" in self._reads:
                     raise Refused(judged.reason, "accuracy")
             if beside is not None:
                 with _stage("extras"):
@@ -405,7 +423,9 @@ class Gate:
             refused = error if isinstance(error, Refused) else crash
             self._drop(key, refused.stage, f"{one.label}: {refused}")
             return None
-        share = None if counts is None else float((torch.tensor(counts) > 0)[answers].double().mean())
+        share = (
+            None if counts is None or answers is None else float((torch.tensor(counts) > 0)[answers].double().mean())
+        )
         return share, plausible.Norms(0.0, sizes)
 
     def _remark(self, shares: dict[str, float]) -> None:
@@ -487,10 +507,7 @@ def remember(gate: Gate, ledger: Path | None) -> None:
         return
     with files.sole_writer(ledger):  # read again under the lock: another fusion may have added to it meanwhile
         standing = Ledger.load(ledger) if ledger.exists() else Ledger()
-        for crossing in gate.ledger.crossings:
-            standing.record(
-                crossing.sender, crossing.receiver, crossing.bytes, crossing.digest, weights=crossing.weights
-            )
+        standing.take_over(gate.ledger)
         standing.save(ledger)
 
 

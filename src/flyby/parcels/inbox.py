@@ -125,5 +125,10 @@ def unlike(rule: str, one: Manifest, other: Manifest) -> str:
             f"{rule} needs one normalisation, and {one.sender} and {other.sender} have each their own; train all sites"
             " with one (--set model.mean=... model.std=...; `flyby data PATH` prints them), or use ensemble"
         )
+    if one.spec.backbone != other.spec.backbone:
+        return (
+            f"{rule} needs one backbone, and those of {one.sender} and {other.sender} have different weights or image"
+            " sizes; train all sites with the same --backbone and --backbone-size"
+        )
     sent = f"{one.sender} sent {one.spec.name} and {other.sender} {other.spec.name} (or other widths or head)"
     return f"{rule} needs one architecture, but {sent}; use ensemble"

@@ -26,7 +26,8 @@ class SecondCrossing(BadInput):
 class Crossing:
     """One upload: ``bytes`` is the size of the file, ``digest`` names its content, ``round`` the contact round (0 if
     there is one). ``again`` counts the crossings of this pair before it: more than 0 only where that was asked for.
-    ``weights`` names the model, whatever travels beside it (None in ledgers that do not say)."""
+    ``weights`` names the model, whatever travels beside it (None in ledgers that do not say). ``sites`` is how many the
+    upload speaks for, where it is a region's."""
 
     sender: Name
     receiver: Name
@@ -35,10 +36,12 @@ class Crossing:
     round: Annotated[int, Field(ge=0)] = 0
     again: Annotated[int, Field(ge=0)] = 0
     weights: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    sites: Annotated[int, Field(ge=1)] = 1
 
     def row(self) -> dict[str, Any]:
         row = dataclasses.asdict(self)
-        return {key: value for key, value in row.items() if key not in ("again", "weights") or value}
+        usual = {"again": 0, "weights": None, "sites": 1}
+        return {key: value for key, value in row.items() if key not in usual or value != usual[key]}
 
 
 class Ledger:
@@ -62,15 +65,23 @@ class Ledger:
         *,
         again: bool = False,
         weights: str | None = None,
+        sites: int = 1,
     ) -> None:
         """Notes that ``sender`` sent ``bytes`` to ``receiver``; raises :class:`SecondCrossing` if it had done so
         before, unless ``again`` allows it."""
         before = self.times(sender, receiver) if again else 0
         try:
-            crossing = Crossing(sender, receiver, bytes, digest, round, before, weights)
+            crossing = Crossing(sender, receiver, bytes, digest, round, before, weights, sites)
         except ValidationError as error:
             raise BadInput(f"not a valid crossing: {sentence(error)}") from None
         self._add(crossing)
+
+    def take_over(self, other: Ledger, *, known: bool = False) -> None:
+        """Notes all that another ledger holds, under the same rules; with ``known`` pairs that are here already are
+        left."""
+        for c in other.crossings:
+            if not (known and self.has(c.sender, c.receiver)):
+                self.record(c.sender, c.receiver, c.bytes, c.digest, c.round, weights=c.weights, sites=c.sites)
 
     def _add(self, crossing: Crossing) -> None:
         times = self.times(crossing.sender, crossing.receiver)
@@ -119,6 +130,10 @@ class Ledger:
     def uploads(self, server: str = "server") -> int:
         """How many parcels reached the server."""
         return sum(c.receiver == server for c in self._crossings.values())
+
+    def sites(self, server: str = "server") -> int:
+        """How many sites those parcels spoke for."""
+        return sum(c.sites for c in self._crossings.values() if c.receiver == server)
 
     @property
     def total_bytes(self) -> int:

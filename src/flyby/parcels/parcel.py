@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -159,6 +159,22 @@ class Manifest(BaseModel):
         copy."""
         hashes = sorted(info.sha256 for name, info in self.tensors.items() if not name.startswith(EXTRA))
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    def content_digest(self, reads: Collection[str]) -> str:
+        """The same of what a rule ``reads``: the weights, or where it does not look at them the kinds of extras that
+        it does, since frozen networks are all alike."""
+        kinds = sorted(set(reads) & {name.partition(".")[0] for name in self.extras})
+        if "weights" in reads or not kinds:
+            return self.weights_digest
+        found = sorted((n, t.sha256) for n, t in self.tensors.items() if n.startswith(EXTRA))
+        named = [sha for name, sha in found if name.removeprefix(EXTRA).partition(".")[0] in kinds]
+        return hashlib.sha256("".join(named).encode()).hexdigest()
+
+    @property
+    def sites(self) -> int:
+        """How many sites it speaks for: one, or all those of a region whose sums were put together."""
+        told = self.meta.get("sites", 1)
+        return told if type(told) is int and 1 <= told <= 2**53 else 1
 
 
 @dataclass(frozen=True, eq=False)

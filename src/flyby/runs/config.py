@@ -22,22 +22,30 @@ from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
 from flyby.parcels.codecs import CODECS
 from flyby.runs.attacks import AttackSettings
+from flyby.runs.backbones import backbone_at
 from flyby.runs.methods import METHODS, Method, check_pair
-from flyby.settings import build, parse_assignment
-from flyby.training.recipe import Recipe
+from flyby.settings import Grown, build, parse_assignment
+from flyby.training.recipe import Recipe, check_epochs
 from flyby.training.settings import Counts, TrainSettings
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(Grown):
     """The network; sizes, channels and classes come from the data, the head from the objective."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    later = frozenset({"backbone", "backbone_size"})
 
     name: str | None = None
     width: float = 1.0
     stem: str = Field(
         "cifar",
         description="of a resnet or mobilenetv2; imagenet for images of 96 pixels and more, where none is asked for",
+    )
+    backbone: str | None = Field(
+        None, description="a frozen one to put the head on: efficientnet-lite0|1|2, timm:NAME, hf:NAME, or a path"
+    )
+    backbone_size: int | None = Field(
+        None, ge=8, le=4096, description="pixels a side that images get for the backbone; fewer are faster"
     )
     projector: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
@@ -112,7 +120,9 @@ def make_config(
         key, value = parse_assignment(text)
         section, name = _place(key, fields)
         (values[section] if section else top)[name] = value
-    build(TrainSettings, values["train"], "train")
+    epochs = build(TrainSettings, values["train"], "train").epochs
+    if epochs == 0 and OBJECTIVES[recipe.objective].trains:
+        check_epochs(OBJECTIVES[recipe.objective], epochs)
     build(ViewSettings, {k: tuple(v) if isinstance(v, list) else v for k, v in values["views"].items()}, "views")
     build(FleetSettings, values["orient"], "orient")
     typed = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}
@@ -177,16 +187,14 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
     data = bundle.train
-    name = config.model.name or ("cnn-small" if min(data.size) < 24 else "resnet18")
-    shape = config.model.model_dump(exclude={"name"})
-    if "stem" not in config.model.model_fields_set and min(data.size) >= 96:
-        shape["stem"] = "imagenet"
-    shape |= {"channels": data.channels, "pixels": data.pixels}
-    spec = ModelSpec(name=name, classes=data.classes, size=data.size, **shape)
+    spec = _spec(config.model, data)
     if fusion is not None:
         fusion.check_pixels(spec)
     train = build(TrainSettings, {**objective.defaults(settings), **method.train, **config.train}, "train")
+    if not objective.trains:  # epochs may have been asked for: one command can compare it with methods that train
+        train = train.model_copy(update={"epochs": 0})
     views = objective.views(data.size, bundle.mirror)
+    views = views if spec.backbone is None else views.stilled()
     views = build(type(views), {**views.model_dump(), **config.views}, "views")
     recipe = Recipe(
         spec=objective.adapt_spec(spec, settings),
@@ -201,6 +209,25 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     )
     recipe.spec.skeleton()
     return Plan(config, recipe, fusion)
+
+
+def _spec(asked: ModelSettings, data: Dataset) -> ModelSpec:
+    """The network for these images: the architecture that was asked for or one that fits, or a frozen backbone."""
+    shape = asked.model_dump(exclude={"name", "backbone", "backbone_size"})
+    shape |= {"classes": data.classes, "size": data.size, "channels": data.channels, "pixels": data.pixels}
+    if asked.backbone is not None:
+        for name in ("name", "width", "stem"):
+            if name in asked.model_fields_set and getattr(asked, name) is not None:
+                raise BadInput(
+                    f"a backbone comes whole, without model.{name}; --set model.projector=[256] puts layers after it"
+                )
+        found = backbone_at(asked.backbone, asked.backbone_size)
+        return ModelSpec(**shape, name=found.name, backbone=found.backbone)
+    if asked.backbone_size is not None:
+        raise BadInput("model.backbone_size belongs to a backbone; name one with --backbone, or leave it out")
+    if "stem" not in asked.model_fields_set and min(data.size) >= 96:
+        shape["stem"] = "imagenet"
+    return ModelSpec(**shape, name=asked.name or ("cnn-small" if min(data.size) < 24 else "resnet18"))
 
 
 def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:

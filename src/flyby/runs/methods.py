@@ -49,11 +49,19 @@ def _anchored(name: str, about: str, paper: str, **settings: str) -> Method:
     return Method(name, "aurora", BEST, about, paper, settings, {"iffi": {"prototypes": "counts"}})
 
 
+def _closed(name: str, about: str, paper: str = "") -> Method:
+    """Nothing is trained at the sites, which send sums of features for a closed form; all of these share uploads."""
+    return Method(name, "frozen", name, about, paper, {"send": ["feature-sums"]})
+
+
+AFL = "AFL: He et al., CVPR 2025"
 AURORA = "AURORA"
 CVAE = "FedCVAE: Heinbaugh et al., ICLR 2023"
 FAFI = "FAFI: Zeng et al., ICML 2025"
+FED3R = "Fed3R: Fani et al., ICML 2024"
 FEDETF = "FedETF: Li et al., ICCV 2023"
 FOL = "FOL: Huang and Shu, ICML 2025"
+GH = "GH-OFL"
 YIN = "Yin et al., ICML 2018"
 # The rule for prototype clients where the user names none; docs/experts.md shows what it earned this place with. FAFI
 # and AURORA are published with `iffi`: all of them share one default here, so that a comparison of clients never
@@ -111,6 +119,10 @@ BUILT_IN: tuple[Method, ...] = (
     _supervised("clipped", "the mean of weights, no site far from the median", "Karimireddy et al., ICML 2021"),
     _supervised("ensemble-median", "the median of the sites' predictions"),
     _supervised("ensemble-trimmed", "the mean of the sites' predictions without the extremes"),
+    _closed("ridge", "frozen features, ridge regression from their sums, exact for every split", f"{AFL}; {FED3R}"),
+    _closed("lda", "frozen features, discriminant analysis from their sums, exact for every split", GH),
+    _closed("nb", "frozen features, naive Bayes from their sums, exact for every split"),
+    _closed("fishermix", "frozen features, a head trained on draws from their Gaussians", GH),
 )
 # What a table calls the student and the teacher of nodes that meet; the average has no teacher.
 PRINTED = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,13 @@ from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, digest, file_digest
 from flyby.fusion import FUSIONS, Fusion
 from flyby.fusion.base import Server
+from flyby.fusion.closed.base import ClosedForm
+from flyby.fusion.closed.kept import read_kept, region_of, write_kept
 from flyby.fusion.evaluation import scores_of
-from flyby.fusion.predictor import Predictor, check_replaceable, save_predictor
+from flyby.fusion.predictor import Predictor, check_replaceable, load_predictor, model_folder, save_predictor
 from flyby.machine import pick_device
-from flyby.parcels import plausible
+from flyby.names import check_name
+from flyby.parcels import parcel, plausible
 from flyby.parcels.gate import Gate, Refused, remember
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
@@ -61,7 +64,8 @@ def entrance(
     for path in paths:
         gate.try_check(path)
     beside = partial(examined, used=rule.needs)
-    let_in = [Path(str(one.source)) for one in gate.settle(validation=clean, device=device, beside=beside)]
+    admitted = gate.settle(validation=clean, device=device, needs=rule.needs, beside=beside)
+    let_in = [Path(str(one.source)) for one in admitted]
     if not let_in:
         raise BadInput(f"the gate refused all {len(sent)} parcels; the first: {gate.refused[0].reason}")
     refused = [{**one.row(), "malicious": one.sender in liars} for one in gate.refused]
@@ -130,10 +134,13 @@ class Order:
             rule_named(self.rule, self.assignments)
 
 
-def rule_named(rule: str, assignments: Iterable[str] = (), methods: Iterable[str] = ()) -> Fusion:
-    """The server rule with its settings: those asked for, and else those that the parcels' ``methods`` give it."""
+def rule_named(
+    rule: str, assignments: Iterable[str] = (), methods: Iterable[str] = (), usual: Mapping[str, Any] | None = None
+) -> Fusion:
+    """The server rule with its settings: those asked for, and else the ``usual`` ones, or those that the parcels'
+    ``methods`` give it."""
     kind = FUSIONS[rule]
-    known, values = kind.settings_type.model_fields, settings_for(rule, methods)
+    known, values = kind.settings_type.model_fields, {**(settings_for(rule, methods) if usual is None else usual)}
     for text in assignments:
         key, value = parse_assignment(text)
         name = key.removeprefix("fusion.")
@@ -150,26 +157,30 @@ def fuse_parcels(
     which may hold some already; ``ledger`` is the file that remembers crossings from one fusion to the next."""
     order.check()
     gate, out = gate or Gate(receiver=SERVER), order.out
-    for place, path in enumerate(paths):
-        if path in paths[:place]:
-            raise BadInput(f"{path} is named twice; each participant sends exactly one parcel")
-        gate.try_check(path)
+    _bring(paths, gate)
     work = out.parent / f".{out.name}.server"
     fused = fuse_waiting(gate, order, work)
-    predictor, inbox = fused.predictor, fused.inbox
     shutil.rmtree(work, ignore_errors=True)
+    return published(fused, order, gate, gate.ledger, ledger)
+
+
+def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger: Path | None) -> dict[str, Any]:
+    """Writes the deployable folder, whole or not at all, with the ledger of all ``crossings`` that went into it."""
+    predictor, inbox, rule, out = fused.predictor, fused.inbox, fused.rule, order.out
     gate.unchanged()
-    senders = ", ".join(m.sender for m in inbox.manifests[:20])
-    card = {"fusion": fused.rule, "sites": len(inbox), "senders": senders, "samples": sum(inbox.samples)}
+    sites, senders = sum(m.sites for m in inbox.manifests), ", ".join(m.sender for m in inbox.manifests[:20])
+    card = {"fusion": rule.name, "sites": sites, "senders": senders, "samples": sum(inbox.samples)}
     with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
         save_predictor(predictor, folder, card, export=order.export)
-        gate.ledger.save(folder / "ledger.json")
+        if isinstance(rule, ClosedForm):
+            write_kept(folder, inbox, rule)
+        crossings.save(folder / "ledger.json")
         remember(gate, ledger)  # recorded, then published: a crossing that cannot be written down gives no model
     return {
         "out": str(out),
         "kind": predictor.kind,
-        "fusion": fused.rule,
-        "sites": len(inbox),
+        "fusion": rule.name,
+        "sites": sites,
         "bytes_up": gate.ledger.bytes_up(SERVER),
         "files": sorted(p.name for p in out.iterdir()),
         "signers": {one.manifest.sender: one.signer for one in gate.waiting},
@@ -179,12 +190,19 @@ def fuse_parcels(
     }
 
 
+def _bring(paths: Sequence[Path], gate: Gate) -> None:
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise BadInput(f"{path} is named twice; each participant sends exactly one parcel")
+        gate.try_check(path)
+
+
 class Fused(NamedTuple):
     """What was fused, of which parcels, by which rule, and what the validation images say of it (None without any)."""
 
     predictor: Predictor
     inbox: Inbox
-    rule: str
+    rule: Fusion
     verdict: dict[str, Any] | None
 
 
@@ -208,7 +226,78 @@ def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
     _enough(gate, order.min_sites)
     inbox = Inbox(one.source for one in gate.waiting)
     predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
-    return Fused(predictor, inbox, fusion.name, _verdict(predictor, gate, judges, order) if judges else None)
+    return Fused(predictor, inbox, fusion, _verdict(predictor, gate, judges, order) if judges else None)
+
+
+def change_model(
+    model: Path, add: Sequence[Path], remove: Sequence[str], order: Order, gate: Gate, ledger: Path | None = None
+) -> dict[str, Any]:
+    """``flyby fuse --add`` and ``--remove``: a model of closed form with some more parcels, or without some; the others
+    need not be there, since the folder keeps their sums. It equals a fusion of all that are then in it."""
+    order.check()
+    device, model = pick_device(order.device), model_folder(model)
+    old = load_predictor(model, gate.trust, gate.policy.require_signed)
+    kept = read_kept(model, old.networks[0])  # type: ignore[arg-type]
+    crossings = Ledger.load(model / "ledger.json") if (model / "ledger.json").exists() else Ledger()
+    for who in remove:
+        kept = kept.without(who)
+    same = order.rule in (None, kept.rule)
+    rule = rule_named(order.rule or kept.rule, order.assignments, usual=kept.settings if same else None)
+    if not isinstance(rule, ClosedForm):
+        raise BadInput(f"{rule.name} cannot be solved from sums; use ridge, lda, nb or fishermix")
+    if add:
+        standing = gate.standing or Ledger()
+        gate.standing = _both(standing, crossings)
+        _bring(add, gate)
+        _enough(gate, order.min_sites)
+        like = kept.items[0].manifest if kept.items else None
+        judges = _judges(order.validation, like or gate.typical()) if order.validation else None
+        beside = partial(examined, used=rule.needs)
+        gate.settle(judges, device, like=like, rule=rule.name, needs=rule.needs, beside=beside)
+        _enough(gate, order.min_sites)
+    if not kept.items and not gate.waiting:
+        raise BadInput("nothing would be left of this model; take the folder away instead")
+    inbox = Inbox([*kept.items, *(one.source for one in gate.waiting)])
+    predictor = rule.fuse(inbox, Server(None, order.seed, device))
+    facts = published(Fused(predictor, inbox, rule, None), order, gate, _both(crossings, gate.ledger), ledger)
+    return facts | {"added": [one.manifest.sender for one in gate.waiting], "removed": list(remove)}
+
+
+def _both(one: Ledger, other: Ledger) -> Ledger:
+    """One ledger of two; what is in both is there once."""
+    made = Ledger()
+    made.take_over(one)
+    made.take_over(other, known=True)
+    return made
+
+
+def make_region(
+    paths: Sequence[Path], out: Path, order: Order, gate: Gate, *, names: bool = True, ledger: Path | None = None
+) -> dict[str, Any]:
+    """``flyby fuse --partial``: what a hub does. One parcel of all their sums, to be fused like any other."""
+    check_name(gate.receiver)
+    rule = rule_named(order.rule or "ridge", order.assignments)
+    if not isinstance(rule, ClosedForm):
+        raise BadInput(f"only sums can be put together, and {rule.name} needs more; use ridge, lda, nb or fishermix")
+    _bring(paths, gate)
+    _enough(gate, order.min_sites)
+    beside = partial(examined, used=rule.needs)
+    gate.settle(None, pick_device(order.device), rule=rule.name, needs=rule.needs, beside=beside)
+    _enough(gate, order.min_sites)
+    inbox = Inbox(one.source for one in gate.waiting)
+    made = region_of(inbox, gate.receiver, rule.name, names=names)
+    gate.unchanged()
+    remember(gate, ledger)
+    return {
+        "parcel": str(out),
+        "sender": made.manifest.sender,
+        "sites": made.manifest.sites,
+        "samples": made.manifest.samples,
+        "bytes": parcel.write(made, out),
+        "bytes_up": gate.ledger.bytes_up(gate.receiver),
+        "refused": [one.row() for one in gate.refused],
+        "notes": gate.notes,
+    }
 
 
 def _verdict(predictor: Predictor, gate: Gate, judges: Part, order: Order) -> dict[str, Any]:

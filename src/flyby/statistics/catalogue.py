@@ -24,17 +24,19 @@ from flyby.statistics.calibration import Calibration
 from flyby.statistics.class_means import ClassMeans, class_means
 from flyby.statistics.decoder import Painter
 from flyby.statistics.extras import Extra, Sizes, examine, given
+from flyby.statistics.feature_sums import FeatureSums, feature_sums
 from flyby.statistics.kfac import Kfac, kfac
 from flyby.statistics.null_space import NullSpace, null_space
 
 Statistic = Callable[..., dict[str, Tensor]]
 
 STATISTICS: Registry[Statistic] = Registry(
-    "statistic to send", {"class-means": class_means, "kfac": kfac, "null-space": null_space}
+    "statistic to send",
+    {"class-means": class_means, "feature-sums": feature_sums, "kfac": kfac, "null-space": null_space},
 )
 # All that may travel beside weights: what these statistics make, and what objectives add on their own.
 EXTRAS: Registry[Extra] = Registry(
-    "extra", {kind.name: kind for kind in (Calibration(), ClassMeans(), Kfac(), NullSpace(), Painter())}
+    "extra", {kind.name: kind for kind in (Calibration(), ClassMeans(), FeatureSums(), Kfac(), NullSpace(), Painter())}
 )
 
 

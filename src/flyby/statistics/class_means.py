@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
+from flyby.models.features import pooled_of
 from flyby.parcels.parcel import Manifest
 from flyby.statistics.extras import Entry, Extra, Sent, Sizes, rms
 
@@ -29,9 +30,14 @@ def class_means(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
     # A long sum: float32 would lose its last digits.
     sums = torch.zeros(classes, network.feature_dim, dtype=torch.float64, device=device)
     network.eval()
+    pooled = pooled_of(network, site.train.images, site.id)
     for rows in torch.split(torch.arange(len(labels), device=device), 512):
-        images = site.train.images[rows.to(site.train.images.device)].to(device)
-        sums.index_add_(0, labels[rows], network.features(network.spec.prepare(images)).double())
+        if pooled is None:
+            images = site.train.images[rows.to(site.train.images.device)].to(device)
+            seen = network.features(network.spec.prepare(images))
+        else:
+            seen = network.projector(pooled[rows.cpu()].to(device))
+        sums.index_add_(0, labels[rows], seen.double())
     counts = torch.bincount(labels, minlength=classes)
     held = counts.nonzero()[:, 0]
     return {"means": (sums[held] / counts[held, None]).float(), "classes": held}

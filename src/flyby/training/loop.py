@@ -20,10 +20,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from flyby import __version__
-from flyby.data.site import Site
+from flyby.data.site import Part, Site
 from flyby.data.views import augment
 from flyby.errors import BadInput, Diverged
 from flyby.files import digest
+from flyby.models import Network
+from flyby.models.features import OverFeatures, pooled_of
 from flyby.parcels import parcel
 from flyby.rng import generator, legacy_numpy, seed_of
 from flyby.training.checkpoint import Cadence, TrainingState
@@ -113,8 +115,12 @@ class Session:
             self.model.backbone.compile(dynamic=False)
         self.objective = recipe.make_objective().to(device)
         self.objective.prepare(self.model, site, seed)
+        self.train, self.val, self.learner = site.train, site.val, self.model
+        if spec.backbone is not None and views.still and settings.epochs:
+            self.learner = OverFeatures(self.model)  # an epoch then costs no more than the head
+            self.train, self.val = (over_features(self.model, part, site.id) for part in (site.train, site.val))
         self.optimizer = make_optimizer(self.model, self.objective, settings)
-        self.train, self.val = site.train.to(device), site.val.to(device)
+        self.train, self.val = self.train.to(device), self.val.to(device)
         self.batch = batch_size(settings, self.objective.batch, len(self.train))
         chosen = self.objective.settings.model_dump(mode="json")
         identity = digest(
@@ -129,10 +135,12 @@ class Session:
             self.private = PrivateTraining(
                 settings, views, settings.epochs, len(self.train), self.batch, site.id, secret, recipe.epsilon
             )
-        mean, std = spec.statistics(device)
+        mean, std = self.learner.statistics(device)
         self.rng = torch.Generator(device=device)
         view = functools.partial(augment, settings=views, mean=mean, std=std, rng=self.rng)
-        self.step = Step(self.model, self.objective, self.optimizer, self.train, view, settings, views.views, self.rng)
+        self.step = Step(
+            self.learner, self.objective, self.optimizer, self.train, view, settings, views.views, self.rng
+        )
 
     def epoch(self) -> Pausing[Row]:
         """One epoch, and its row of the history; raises :class:`Diverged` where a number left the finite ones."""
@@ -140,10 +148,10 @@ class Session:
         tick, progress = time.perf_counter(), epoch / settings.epochs
         lr = set_learning_rate(self.optimizer, settings, self.state.epoch)
         self.rng.manual_seed(seed_of(seed, self.site.id, "views", epoch))
-        self.model.train()
+        self.learner.train()
         if self.private:
             means = self.private.epoch(
-                self.model, self.objective, self.optimizer, self.train, epoch, self.step.progress.fill_(progress)
+                self.learner, self.objective, self.optimizer, self.train, epoch, self.step.progress.fill_(progress)
             )
         else:
             order = batches(len(self.train), self.batch, generator(seed, self.site.id, "order", epoch), self.device)
@@ -154,7 +162,7 @@ class Session:
         row |= {name: value.tolist() for name, value in self.objective.epoch_state(self.model).items()}
         if len(self.val):
             with torch.compiler.set_stance("force_eager"):
-                row |= evaluate_part(self.model, self.val, settings.precision, self.device)
+                row |= evaluate_part(self.learner, self.val, settings.precision, self.device)
         self._check(row)
         return row | {"samples_per_second": round(len(self.train) / (time.perf_counter() - tick), 1)}
 
@@ -207,6 +215,13 @@ class Session:
             meta={"epochs": self.state.epoch, "best_epoch": epoch, **meta},
             provenance=provenance,
         )
+
+
+def over_features(model: Network, part: Part, label: str) -> Part:
+    """The same part with what the frozen backbone makes of its images in their place: ``[N, 1, 1, dim]``."""
+    pooled = pooled_of(model, part.images, label)
+    assert pooled is not None
+    return Part(pooled[:, None, None, :], part.labels)
 
 
 def shared_counts(site: Site, kind: Counts, epsilon: float, seed: int | None) -> list[int]:

@@ -200,7 +200,7 @@ class PrivateTraining:
         progress: Tensor,
     ) -> dict[str, float]:
         """One epoch of steps. The returned means are for the site's own eyes: they are not noisy and never leave it."""
-        mean, std = model.spec.statistics(progress.device)
+        mean, std = model.statistics(progress.device)
         draw = draws(None if self.seed is None else generator(self.seed, self.site, "private", epoch))
         key = (secrets.token_hex(32),) if self.seed is None else (self.seed, self.site, "views", epoch)
         view = functools.partial(

@@ -8,12 +8,21 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from flyby.data.views import ViewSettings
+from flyby.errors import BadInput
 from flyby.files import digest
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
 from flyby.settings import build
 from flyby.training.privacy import check_privacy
 from flyby.training.settings import Counts, TrainSettings
+
+
+def check_epochs(objective: type[Objective], epochs: int) -> None:
+    """Refuse a training of no epochs, and epochs where nothing is trained."""
+    if objective.trains and epochs == 0:
+        raise BadInput(f"train.epochs = 0 will not do: {objective.name} trains, so give it at least 1")
+    if not objective.trains and epochs:
+        raise BadInput(f"{objective.name} trains nothing; its recipe has train.epochs = 0")
 
 
 class Recipe(BaseModel):
@@ -43,6 +52,12 @@ class Recipe(BaseModel):
         check_privacy(
             self.spec, OBJECTIVES[self.objective], self.objective_settings, self.train, self.views, self.counts
         )
+        return self
+
+    @model_validator(mode="after")
+    def _trained(self) -> Self:
+        """Zero epochs and an objective that trains nothing belong together."""
+        check_epochs(OBJECTIVES[self.objective], self.train.epochs)
         return self
 
     def make_objective(self) -> Objective:

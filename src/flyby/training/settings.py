@@ -18,7 +18,7 @@ class TrainSettings(PrivacySettings):
     model_config = ConfigDict(extra="forbid", frozen=True)
     later = frozenset({"init"})
 
-    epochs: int = Field(20, ge=1, le=100_000)
+    epochs: int = Field(20, ge=0, le=100_000, description="0 only for objectives that train nothing")
     batch: int | None = Field(None, ge=1)
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.05, gt=0)

@@ -109,6 +109,8 @@ def fully_compiled(settings: TrainSettings, spec: ModelSpec, device: torch.devic
     """Whether the network itself is compiled, once for all sites of a process. ``auto``: where the architecture is
     worth it and will see so many ``views``: compiling takes half a minute, and saves a quarter of every step (BatchNorm
     and what is around it in fewer passes)."""
+    if spec.backbone is not None:
+        return False
     long = views * spec.size[0] * spec.size[1] / 1024 >= WORTH_COMPILING and ARCHITECTURES[spec.name].worth_compiling
     return device.type == "cuda" and (settings.compile == "full" or (settings.compile == "auto" and long))
 
@@ -127,7 +129,7 @@ def evaluate_part(model: Network, part: Part, precision: str, device: torch.devi
     loss, right = torch.zeros((), device=device), torch.zeros((), device=device)
     for images, labels in zip(torch.split(part.images, 512), torch.split(part.labels, 512), strict=True):
         with autocast(precision, device):
-            logits = model(model.spec.prepare(images)).float()
+            logits = model(model.prepare(images)).float()
         loss += F.cross_entropy(logits, labels, reduction="sum")
         right += (logits.argmax(1) == labels).sum()
     return {"val_loss": float(loss) / len(part), "val_accuracy": float(right) / len(part)}
