@@ -647,6 +647,24 @@ def test_nodes_on_common_images(tmp_path: Path) -> None:
     ]
 
 
+def test_what_distillation_and_pruning_did_is_drawn(tmp_path: Path) -> None:
+    folder = make_population(tmp_path / "run")
+    assert not {"How the students learned", "Accuracy against size"} & set(page_of(folder).words)
+    for name in ("site-0", "site-2"):
+        path = folder / "nodes" / f"{name}.json"
+        facts = json.loads(path.read_text())
+        steps = [
+            {"stage": "distill", "epoch": e, "loss": 1 / e, "val_loss": None if e == 2 else 2 / e} for e in (1, 2, 3)
+        ]
+        sizes = [{"share": share, "accuracy": 0.9 * share, "log_loss": 0.5} for share in (1.0, 0.5)]
+        facts["rounds"][0] |= {"distill_history": steps, "curve": sizes}
+        path.write_text(json.dumps(facts))
+    page = page_of(folder)
+    assert "How the students learned" in page.text
+    assert "Accuracy against size" in page.text
+    assert {"loss on training images", "loss on validation images", "% of the parameters"} <= set(page.words)
+
+
 def test_a_section_of_one_s_own_stands_beside_the_nodes(tmp_path: Path) -> None:
     folder = make_population(tmp_path / "run")
     (folder / "extra.json").write_text(

@@ -36,10 +36,10 @@ _GUIDE: dict[str, Any] = {"color": "#b3bac2", "linestyle": (0, (5, 4)), "linewid
 
 @dataclass(frozen=True)
 class Panel:
-    """One small plot of lines over epochs: ``lines`` maps a name to its (epoch, value) points; ``guide`` is a faint
-    dashed reference, which leaves the frame where showing all of it would flatten the lines; ``low`` is where per cent
-    begin (0, 50 or 80), ``log`` asks for a logarithmic axis; a guide is a straight line between its first and its last
-    point."""
+    """One small plot of lines over epochs, or over what ``across`` says: ``lines`` maps a name to its (epoch, value)
+    points; ``guide`` is a faint dashed reference, straight from its first to its last point, which leaves the
+    frame where showing all of it would flatten the lines; ``low`` is where per cent begin (0, 50 or 80), ``log`` asks
+    for a logarithmic axis."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
@@ -49,6 +49,7 @@ class Panel:
     guide: Sequence[tuple[float, float]] = ()
     guide_label: str = ""
     log: bool = False
+    across: str = "epoch"
 
 
 @Drawing
@@ -165,7 +166,7 @@ def _finish(axes: Axes, panel: Panel) -> None:
 
     epochs = {epoch for points in panel.lines.values() for epoch, _ in points}
     axes.set_title(panel.title)
-    axes.set_xlabel("epoch")
+    axes.set_xlabel(panel.across)
     axes.grid(axis="y")
     if len(epochs) > 1:  # a guide may begin before the lines do
         margin = 0.02 * (max(epochs) - min(epochs))

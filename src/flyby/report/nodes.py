@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from flyby.drawing import ACCENT, INK, PALETTE, WIDTH, Drawing, canvas, clean, place_axes
 from flyby.errors import BadInput
 from flyby.meeting.settings import VARIANTS
-from flyby.report import page
+from flyby.report import figures, page
+from flyby.report.figures import Panel
 from flyby.report.read import RunData
 from flyby.runs.methods import METHODS, PRINTED
 from flyby.runs.paired import Paired, mean_error
@@ -44,8 +45,10 @@ def sections(facts: NodeFacts, variant: str, rounds: int) -> list[dict[str, Any]
     found = (
         nodes(facts, variant, rounds),
         *common(facts, variant, rounds),
+        learning(facts),
         theorems(facts),
         pruning(facts),
+        sizes(facts),
         meetings(facts),
     )
     return [section for section in found if section]
@@ -139,7 +142,7 @@ def _sums(rows: list[list[Any]], first: int, local: int) -> list[list[Any]]:
         ["±", *none, *(_round(error) for error in errors)],
         ["over local", *none, None, *(_round(gap.mean) for gap in gaps)],
         ["±", *none, None, *(_round(gap.error) for gap in gaps)],
-        ["p", *none, None, *(_round(gap.p) for gap in gaps)],
+        ["p", *none, None, *(None if gap.p is None else max(1e-4, round(gap.p, 4)) for gap in gaps)],  # never 0
     ]
 
 
@@ -162,6 +165,40 @@ def _said(columns: list[str], rows: list[list[Any]], local: int, last: int) -> s
 def _with_error(values: Sequence[float]) -> str:
     mean, error = mean_error(values)
     return f"{mean:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+
+def learning(facts: NodeFacts) -> dict[str, Any] | None:
+    """FOL's Figure 1: what distillation did to the loss, epoch by epoch, in every node's last round."""
+    last = {name: one["rounds"][-1].get("distill_history") for name, one in facts.items() if one["rounds"]}
+    panels = []
+    for title, key in (("loss on training images", "loss"), ("loss on validation images", "val_loss")):
+        lines = {
+            name: [(row["epoch"], row[key]) for row in history if row[key] is not None]
+            for name, history in last.items()
+            if history
+        }
+        if any(lines.values()):
+            panels.append(Panel(title, lines))
+    text = (
+        "What the students' distillation minimises, in each node's last round. Kept is the state of the least loss on"
+        " validation images."
+    )
+    return {"title": "How the students learned", "text": text, "panels": panels} if panels else None
+
+
+def sizes(facts: NodeFacts) -> dict[str, Any] | None:
+    """Accuracy against size, where ``orient.curve`` asked for it."""
+    lines = {}
+    for name, one in facts.items():
+        rows = one["rounds"][0].get("curve") if one["rounds"] else None
+        if rows:
+            lines[name] = sorted((100 * row["share"], 100 * row["accuracy"]) for row in rows)
+    text = (
+        "Neighbours pruned to a share of their parameters and tuned again: means over them, on the node's validation"
+        " images, in the first round."
+    )
+    panel = Panel("accuracy, %", lines, from_zero=False, across="% of the parameters")
+    return {"title": "Accuracy against size", "text": text, "panels": [panel]} if lines else None
 
 
 def theorems(facts: NodeFacts) -> dict[str, Any] | None:
@@ -257,6 +294,12 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def line_chart(key: str, label: str, panels: object) -> str:
+    """The chart of a section's ``panels``; empty where it has none."""
+    found = [panel for panel in panels if isinstance(panel, Panel)] if isinstance(panels, list) else []
+    return figures.curves(_identifier(key), label, found, 170) if found else ""
+
+
 def slope_chart(key: str, label: str, slopes: object) -> str:
     """The chart of a section's ``slopes``, ``{"left", "right", "pairs": {node: [before, after]}}`` with accuracies in
     0..1; empty where it is not one."""
@@ -265,12 +308,18 @@ def slope_chart(key: str, label: str, slopes: object) -> str:
     pairs = {
         clean(name, 20): (float(p[0]) * 100, float(p[1]) * 100) for name, p in slopes["pairs"].items() if _is_pair(p)
     }
-    key = "".join(c if c.isalnum() else "-" for c in key)  # it becomes part of ids
     return (
-        slopes_figure(key, label, pairs, (clean(slopes.get("left", ""), 20), clean(slopes.get("right", ""), 20)))
+        slopes_figure(
+            _identifier(key), label, pairs, (clean(slopes.get("left", ""), 20), clean(slopes.get("right", ""), 20))
+        )
         if pairs
         else ""
     )
+
+
+def _identifier(key: str) -> str:
+    """It becomes part of ids."""
+    return "".join(c if c.isalnum() else "-" for c in key)
 
 
 def _is_pair(value: Any) -> bool:
@@ -301,7 +350,7 @@ def slopes_figure(pairs: Mapping[str, tuple[float, float]], ends: tuple[str, str
     first, last = (sum(pair[i] for pair in pairs.values()) / len(pairs) for i in (0, 1))
     axes.plot((0, 1), (first, last), color=INK, linewidth=3)
     for place, value, shift, side in (
-        (0, first, -10, "right"),
+        (0, first, 8, "left"),  # inside: beside the axis it would lie on its numbers
         (1, last, 10 if len(pairs) > FEW else -10, "left" if len(pairs) > FEW else "right"),
     ):
         axes.annotate(f"mean {value:.1f}", (place, value), (shift, 9), "data", "offset points", ha=side, weight="bold")

@@ -254,6 +254,7 @@ def _extras(runs: list[RunData]) -> Iterable[tuple[str, str]]:
             )
             heading = clean(section.get("title") or "More")
             body += nodes.slope_chart(f"slopes-{clean(run.name)}-{heading}", heading, section.get("slopes"))
+            body += nodes.line_chart(f"lines-{clean(run.name)}-{heading}", heading, section.get("panels"))
             if head:
                 words = {
                     j for row in rows for j, value in enumerate(row) if not page.is_number(value) and value is not None

@@ -94,10 +94,10 @@ class Result(BaseModel):
         """The run in one line, as the command line prints it."""
         own = self.per_client.values()
         sent = f"{self.uploads} uploads, {self.bytes_up / 1e6:.2f} MB" if self.uploads else "nothing sent"
-        mean = sum(own) / len(own)
-        return (
-            f"{self.method:<12} accuracy {self.accuracy:.4f}   own-test mean {mean:.4f}   {sent}   {self.seconds:.1f} s"
-        )
+        judged = f"accuracy {self.accuracy:.4f}   own-test mean {sum(own) / len(own):.4f}"
+        if self.accuracy_common is not None:
+            judged += f"   on common images {self.accuracy_common:.4f}"
+        return f"{self.method:<12} {judged}   {sent}   {self.seconds:.1f} s"
 
     def __str__(self) -> str:
         return self.line()
