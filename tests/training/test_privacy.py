@@ -417,7 +417,8 @@ def test_every_field_of_a_parcel_is_in_the_table_and_the_other_way_round() -> No
         for words in variants:
             objective = kind(kind.settings_type(**words))
             spec = kind.adapt_spec(SPEC, objective.settings)
-            made = train_site(small_site(), spec, objective, TrainSettings(epochs=1), SALT, 0).parcel.manifest
+            short = TrainSettings(epochs=int(kind.trains))
+            made = train_site(small_site(), spec, objective, short, SALT, 0).parcel.manifest
             sent |= {f"meta.{key}" for key in made.meta} | {f"provenance.{key}" for key in made.provenance}
     sent |= {f"provenance.{key}" for key in trained().parcel.manifest.provenance}
     assert documented() == sent | {"meta.version", "provenance.oriented from", "provenance.round"}  # of orient
