@@ -84,7 +84,14 @@ def test_a_population_run(tmp_path: Path, data: Path) -> None:
     assert load_predictor(out / "personal" / "site-1").kind == "single"
     sections = sections_of(RunData.read(out))
     common = ["On common images", "More than accuracy"]
-    assert [s["title"] for s in sections] == ["Node by node", *common, "What the theorems say", "Pruning", "Meetings"]
+    assert [s["title"] for s in sections] == [
+        "Node by node",
+        *common,
+        "How the students learned",
+        "What the theorems say",
+        "Pruning",
+        "Meetings",
+    ]
     assert sections[0]["table"]["columns"][-4:] == ["FOL E=1", "FOL E=2", "FOL-A E=1", "FOL-A E=2"]
     page = (out / "report.html").read_text()
     assert 'id="s-extra-0"' in page
