@@ -33,6 +33,8 @@ from flyby.runs.server import rule_named
 from flyby.statistics.catalogue import computed, examined
 from flyby.statistics.feature_sums import Choice, Sums, random_rows, sums_of, widened
 from flyby.training.loop import shared_counts
+from flyby.training.recipe import check_counts
+from flyby.training.settings import Counts
 
 RULES = ("ridge", "lda", "nb", "fishermix")
 SPEC = ModelSpec(name="cnn-small", classes=10, channels=1, size=(8, 8), width=0.5)
@@ -441,3 +443,11 @@ def test_the_pieces_fit_other_heads(digits: Images) -> None:
     model: Predictor = FUSIONS["ridge"]().fuse(Inbox([parcel_of(network, Site("a", part, none, none, NAMES))]))
     assert model.specs[0].head == "linear"
     assert model(images).shape == (30, 3)
+
+
+@pytest.mark.parametrize("counts", ["noisy", "binary"])
+def test_sums_tell_exact_counts_so_a_site_that_blurs_them_cannot_send_them(counts: Counts) -> None:
+    check_counts(["feature-sums:least=1"], "exact")
+    check_counts(["class-means", "kfac:samples=9"], counts)
+    with pytest.raises(BadInput, match=f"feature-sums tells exact class counts, and counts = {counts} was asked for"):
+        check_counts(["class-means", "feature-sums:least=1"], counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,10 @@ from flyby.commands.common import (
     say,
 )
 from flyby.errors import BadInput
+
+if TYPE_CHECKING:
+    from flyby.parcels.gate import Gate
+    from flyby.runs.server import Order
 
 
 @grouped
@@ -78,29 +82,21 @@ def fuse(
     """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
     from flyby.files import sole_writer
     from flyby.parcels.gate import open_gate
-    from flyby.runs.server import SERVER, Order, change_model, fuse_parcels, make_region
+    from flyby.runs.server import SERVER, Order, fuse_parcels
 
     if region is not None or add or remove:
         if watch is not None or (region is not None and (add or remove)):
             raise BadInput("--watch, --partial, and --add or --remove are three different things; give one of them")
-        parcels = parcels or []
-        if region is None and len(parcels) != 1:
-            raise BadInput("name the one model folder to change: flyby fuse --add late.parcel global/")
         if region is not None and (out is not None or not parcels):
             raise BadInput("name the .parcel files to add up; --partial itself says what is written, without --out")
-        target = region or out or parcels[0]
+        if region is None and len(parcels or []) != 1:
+            raise BadInput("name the one model folder to change: flyby fuse --add late.parcel global/")
+        target = region or out or (parcels or [])[0]
         order = Order(target, fusion, settings or (), proxy, validation, min_sites, seed, export, device, keep_bad)
-        with sole_writer(target):
-            if region is not None:
-                gate = open_gate(region.stem, None, **entrance.words)
-                facts = make_region(parcels, region, order, gate, names=names, ledger=entrance.ledger)
-                text = (
-                    f"{region}: {facts['sites']} sites in {facts['bytes']:,} bytes; send it on, or sign it: flyby sign"
-                )
-            else:
-                gate = open_gate(SERVER, None, **entrance.words)
-                facts = change_model(parcels[0], add or [], remove or [], order, gate, entrance.ledger)
-                text = f"{target}: {facts['kind']} of {facts['sites']} sites now"
+        if region is not None:
+            facts, text, gate = _add_up(parcels or [], order, entrance, names)
+        else:
+            facts, text, gate = _change((parcels or [])[0], add or [], remove or [], order, entrance)
         note([*(one.line for one in gate.refused), *gate.notes])
         say(facts, as_json, text)
         return
@@ -125,3 +121,31 @@ def fuse(
     note([*(one.line for one in gate.refused), *gate.notes])
     text = f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby"
     say(facts, as_json, f"{text} evaluate {out} --data PATH")
+
+
+def _add_up(parcels: list[Path], order: Order, entrance: GateOptions, names: bool) -> tuple[dict[str, Any], str, Gate]:
+    """``--partial``: the sums of some sites as one parcel."""
+    from flyby.files import sole_writer
+    from flyby.parcels.gate import open_gate
+    from flyby.runs.server import make_region
+
+    region = order.out
+    with sole_writer(region):
+        gate = open_gate(region.stem, None, **entrance.words)
+        facts = make_region(parcels, region, order, gate, names=names, ledger=entrance.ledger)
+    text = f"{region}: {facts['sites']} sites in {facts['bytes']:,} bytes; send it on, or sign it: flyby sign"
+    return facts, text, gate
+
+
+def _change(
+    model: Path, add: list[Path], remove: list[str], order: Order, entrance: GateOptions
+) -> tuple[dict[str, Any], str, Gate]:
+    """``--add`` and ``--remove``: a model of closed form with other sites."""
+    from flyby.files import sole_writer
+    from flyby.parcels.gate import open_gate
+    from flyby.runs.server import SERVER, change_model
+
+    with sole_writer(order.out):
+        gate = open_gate(SERVER, None, **entrance.words)
+        facts = change_model(model, add, remove, order, gate, entrance.ledger)
+    return facts, f"{order.out}: {facts['kind']} of {facts['sites']} sites now", gate

@@ -47,6 +47,7 @@ class Extra(ABC):
 
     name: ClassVar[str]
     cure: ClassVar[str]  # what to do where a parcel does not have it
+    counts: ClassVar[bool] = False  # whether it tells how many images of each class there are, exactly
 
     @abstractmethod
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:

@@ -12,7 +12,8 @@ bytes for the H classes that a site holds.
 
 ``random=4000;draw=7`` puts that many random features relu(R x) beside x, the same R for all sites with that draw
 [Fed3R: Fani et al., ICML 2024]. The mean of one image is that image's feature, so classes with fewer than ``least``
-images are left out of all sums. Exact counts are part of what is sent, also where the parcel's own counts are noisy.
+images are left out of all sums. Exact counts are part of what is sent, so a site that tells noisy or binary ones cannot
+send it.
 """
 
 from __future__ import annotations
@@ -210,6 +211,7 @@ class FeatureSums(Extra):
 
     name = NAME
     cure = "train it with --method ridge, or with --set objective.send=[feature-sums]"
+    counts = True
 
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
         classes = manifest.spec.classes

@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -13,6 +14,7 @@ from flyby.files import digest
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
 from flyby.settings import build
+from flyby.statistics.catalogue import EXTRAS, named
 from flyby.training.privacy import check_privacy
 from flyby.training.settings import Counts, TrainSettings
 
@@ -23,6 +25,16 @@ def check_epochs(objective: type[Objective], epochs: int) -> None:
         raise BadInput(f"train.epochs = 0 will not do: {objective.name} trains, so give it at least 1")
     if not objective.trains and epochs:
         raise BadInput(f"{objective.name} trains nothing; its recipe has train.epochs = 0")
+
+
+def check_counts(send: Sequence[str], counts: Counts) -> None:
+    """Refuse a statistic that tells exactly what the site asked to blur."""
+    telling = [name for name, _ in map(named, send) if name in EXTRAS and EXTRAS[name].counts]
+    if counts != "exact" and telling:
+        raise BadInput(
+            f"{telling[0]} tells exact class counts, and counts = {counts} was asked for; leave it out of"
+            " objective.send, or set counts=exact"
+        )
 
 
 class Recipe(BaseModel):
@@ -58,6 +70,11 @@ class Recipe(BaseModel):
     def _trained(self) -> Self:
         """Zero epochs and an objective that trains nothing belong together."""
         check_epochs(OBJECTIVES[self.objective], self.train.epochs)
+        return self
+
+    @model_validator(mode="after")
+    def _blurred(self) -> Self:
+        check_counts(self.objective_settings.send, self.counts)
         return self
 
     def make_objective(self) -> Objective:
