@@ -94,10 +94,29 @@ def study_material(
         unknown = torch.full((len(unlabelled),), UNKNOWN, dtype=labels.dtype, device=labels.device)
         images, labels = torch.cat([images, unlabelled.to(images)]), torch.cat([labels, unknown])
     if settings.pool:
-        views = TINY if settings.views is None and min(site.size) < 24 else views_of(site, settings)
+        views = pool_views(site, settings)
         pieces = [redrawn(images, views, spec, (*key, "pool", i)) for i in range(settings.pool)]
-        images, labels = torch.cat([images, *pieces]), labels.repeat(1 + settings.pool)
+        told = labels
+        if settings.mix:
+            pieces = [blended(piece, (*key, "mix", i)) for i, piece in enumerate(pieces)]
+            told = torch.full_like(labels, UNKNOWN)
+        images, labels = torch.cat([images, *pieces]), torch.cat([labels, told.repeat(settings.pool)])
     return Part(images, labels)
+
+
+def pool_views(site: Site, settings: OrientSettings) -> ViewSettings:
+    if settings.pool_views is not None:
+        return settings.pool_views.model_copy(update={"views": 1})
+    return TINY if settings.views is None and min(site.size) < 24 else views_of(site, settings)
+
+
+def blended(images: Tensor, key: tuple[object, ...]) -> Tensor:
+    """Each image with another one shining through it, in a share of its own from 0 to 1."""
+    rng = generator(*key, device=images.device)
+    other = torch.randperm(len(images), generator=rng, device=images.device)
+    share = torch.rand(len(images), 1, 1, 1, generator=rng, device=images.device)
+    both = share * images + (1 - share) * images[other]
+    return both if images.is_floating_point() else both.round().to(images)
 
 
 def redrawn(images: Tensor, views: ViewSettings, spec: ModelSpec, key: tuple[object, ...]) -> Tensor:

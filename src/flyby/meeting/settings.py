@@ -155,6 +155,12 @@ class OrientSettings(BaseModel):
         int,
         Field(ge=0, le=64, description="views of each image, beside itself, on which the teacher is asked and heard"),
     ] = 0
+    pool_views: Annotated[
+        ViewSettings | None, Field(description="what the views of the pool are; default: those of fine-tuning")
+    ] = None
+    mix: Annotated[
+        bool, Field(description="blend every view of the pool with another image's: only the teacher can label these")
+    ] = False
     anchor: Annotated[float, Field(ge=0, description="eq. 12: lambda, pull towards the model before distillation")] = (
         0.01
     )
