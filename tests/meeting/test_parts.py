@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from factories import quick, random_parcel, small_spec, striped_site
-from flyby.data.views import PLAIN
+from flyby.data.views import PLAIN, ViewSettings
 from flyby.errors import BadInput
-from flyby.meeting import Candidate, Schedule, make_schedule
+from flyby.meeting import Candidate, OrientSettings, Schedule, make_schedule
 from flyby.meeting.bounds import smoothness, theorem_1, theorem_2
 from flyby.meeting.collect import newcomers, record_round, retain, stayers
-from flyby.meeting.distill import UNKNOWN, Distilled, epoch_steps, study_material
+from flyby.meeting.distill import TINY, UNKNOWN, Distilled, blended, epoch_steps, pool_views, study_material
 from flyby.meeting.ensemble import ask, combine, fit_weights
 from flyby.meeting.layers import cosine, layers_of, match, shared_layers, unshared_layers
 from flyby.meeting.pipeline import paired_gain
@@ -28,6 +28,7 @@ from flyby.meeting.stack import Stack
 from flyby.meeting.tuning import epoch_order, tune
 from flyby.objectives.kd import softened_kl
 from flyby.parcels.ledger import Ledger, SecondCrossing
+from flyby.settings import build
 
 # Meetings
 
@@ -340,6 +341,37 @@ def test_a_pool_holds_views_of_every_image_and_of_those_without_a_label() -> Non
     assert torch.equal(still.images, site.train.images.repeat(3, 1, 1, 1)), (
         "no view, no change: bytes come back as bytes"
     )
+
+
+def test_views_of_the_pool_are_closer_than_those_of_training_and_a_user_may_choose_others() -> None:
+    site, tiny = striped_site("a", count=6, size=24), striped_site("a", count=6, size=12)
+    assert pool_views(site, quick()) == ViewSettings(crop="resized", scale=(0.5, 1.0), flip=0.5)
+    assert pool_views(tiny, quick()) == TINY
+    assert pool_views(site, quick(views=PLAIN)) == PLAIN, "what a user says of the views holds for the pool"
+    turned = ViewSettings(turns=True, views=2)
+    assert pool_views(site, quick(views=PLAIN, pool_views=turned)) == turned.model_copy(update={"views": 1})
+
+
+def test_a_blend_lies_between_two_images_and_has_no_label() -> None:
+    site, spec = striped_site("a", count=12, size=24), small_spec(size=24)
+    dark, bright = torch.full((1, 2, 2, 1), 10, dtype=torch.uint8), torch.full((1, 2, 2, 1), 250, dtype=torch.uint8)
+    seen = {int(blended(torch.cat([dark, bright]), (k,))[0, 0, 0, 0]) for k in range(40)}
+    assert min(seen) >= 10
+    assert max(seen) <= 250
+    assert len(seen) > 10, "shares of its own, not one half"
+    count = len(site.train)
+    pool = study_material(site, spec, quick(pool=2, mix=True), None, (0,))
+    assert torch.equal(pool.labels[:count], site.train.labels)
+    assert bool((pool.labels[count:] == UNKNOWN).all())
+    assert pool.images.dtype == torch.uint8
+
+
+def test_energy_is_time() -> None:
+    assert quick(joules=600, watts=10).time == 60
+    assert quick(joules=600, watts=10, seconds=20).time == 20
+    assert quick().time is None
+    with pytest.raises(BadInput, match="joules need watts"):
+        build(OrientSettings, {"joules": 3}, "orient")
 
 
 def test_an_epoch_of_distillation_has_enough_steps() -> None:

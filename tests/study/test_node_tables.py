@@ -29,6 +29,17 @@ def row(
     )
 
 
+def test_a_row_is_compared_with_the_local_models_it_began_from() -> None:
+    nodes = {f"n{i}": (0.5, [0.6], [0.7]) for i in range(7)}
+    again = {name: (0.4, [0.6], [0.7]) for name in nodes}
+    lines = node_tables([row("fol", 0, nodes), row("fol-n", 0, again)], [])
+    table = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if line.startswith("| FOL")}
+    assert table["FOL (E=1)"].startswith("+10.00")
+    assert table["FOL-N (E=1)"].startswith("+20.00")
+    assert any("FOL-N, FOL-AN began from local models that were pretrained again" in line for line in lines)
+    assert not any("pretrained again" in line for line in node_tables([row("fol", 0, nodes)], []))
+
+
 def test_a_node_table_by_hand() -> None:
     rows = [
         row("fol", 0, {"a": (0.5, [0.6, 0.7], [0.8, 0.9]), "b": (0.7, [0.7, 0.7], [0.7, 0.8])}),

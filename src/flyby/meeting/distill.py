@@ -26,6 +26,7 @@ from flyby.rng import generator
 
 UNKNOWN = -1  # the label of an image without one
 TINY = ViewSettings(crop="pad", pad=1)  # where a shift by four pixels would lose the image
+CLOSER = {"crop": "resized", "scale": (0.5, 1.0)}  # larger ones need more than a shift to tell the student something new
 
 
 class Distilled(Problem):
@@ -107,7 +108,9 @@ def study_material(
 def pool_views(site: Site, settings: OrientSettings) -> ViewSettings:
     if settings.pool_views is not None:
         return settings.pool_views.model_copy(update={"views": 1})
-    return TINY if settings.views is None and min(site.size) < 24 else views_of(site, settings)
+    if settings.views is None and min(site.size) < 24:
+        return TINY
+    return views_of(site, settings).model_copy(update=CLOSER if settings.views is None else {})
 
 
 def blended(images: Tensor, key: tuple[object, ...]) -> Tensor:

@@ -93,6 +93,8 @@ def _against(line: Line, local: Line, kind: str) -> list[str]:
     if not values:
         return [""] * 4
     mean = _mean(list(values.values()))
+    # A node may have been pretrained more than once: what a row made is compared with what that row began with.
+    local = {where: line[where].get("began", local[where]) for where in values if where in local}
     both = [where for where in values if kind in local.get(where, {})]
     if not both:
         return [mean, "", "", ""]
@@ -126,6 +128,8 @@ def _footing(rows: list[Row], found: dict[str, Line], common: bool) -> list[str]
             f" Common: accuracy on {' or '.join(f'{n:,}' for n in sizes)} images that no node trains on, each class"
             " weighted as in the node's training images; so are the columns behind it."
         )
+    if again := _began_elsewhere(found):
+        text += f" {again} began from local models that were pretrained again, and are compared with those."
     exact = "counted exactly" if len(places) <= EXACT else f"exact up to {EXACT} differences, else its normal limit"
     seconds = ", ".join(f"{row['method']} {row['seconds']:.0f} s" for row in rows if row["seed"] == seeds[0])
     return [
@@ -136,6 +140,16 @@ def _footing(rows: list[Row], found: dict[str, Line], common: bool) -> list[str]
             f" and below them. {seconds} ({rows[0]['hardware']})."
         ),
     ]
+
+
+def _began_elsewhere(found: dict[str, Line]) -> str:
+    """The lines whose local models are not those of the table."""
+    local = found.get("Local", {})
+
+    def other(line: Line) -> bool:
+        return any(one.get("began", local.get(where)) != local.get(where) for where, one in line.items())
+
+    return ", ".join(dict.fromkeys(name.split(" (E=")[0] for name, line in found.items() if local and other(line)))
 
 
 def measured(rows: list[Row]) -> dict[str, Line]:
@@ -159,7 +173,10 @@ def measured(rows: list[Row]) -> dict[str, Line]:
                 one = row["by_round"][node]
                 for number in range(len(one.get(who, ()))):
                     title = f"{name} (E={number + 1})" if meets(row) else name if rule == "own" else f"{name}, {rule}"
-                    found.setdefault(title, {})[row["seed"], node] = _facts(one, who, number)
+                    facts = _facts(one, who, number)
+                    if meets(row) and "local" in one:
+                        facts["began"] = _facts(one, "local")
+                    found.setdefault(title, {})[row["seed"], node] = facts
     return found
 
 
