@@ -18,6 +18,7 @@ _HOMES = {
     "orient": "api",
     "run": "api",
     "load_model": "api",
+    "backbone": "api",
     "read_parcel": "api",
     "write_parcel": "api",
     "recipe_for": "api",

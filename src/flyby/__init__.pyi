@@ -1,5 +1,6 @@
 from flyby.api import Judged as Judged
 from flyby.api import Model as Model
+from flyby.api import backbone as backbone
 from flyby.api import fuse as fuse
 from flyby.api import load as load
 from flyby.api import load_model as load_model

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flyby.data.arrays import bundle_from, bundle_from_torch
 from flyby.data.dataset import DataBundle, Dataset
@@ -33,7 +33,9 @@ from flyby.machine import as_a_site, pick_device
 from flyby.meeting.pipeline import Personal, check_site
 from flyby.meeting.pipeline import orient as personalise
 from flyby.meeting.settings import OrientSettings, stage_defaults
+from flyby.models.backbones import Named, known
 from flyby.models.cost import Limits
+from flyby.models.given import given
 from flyby.parcels import parcel as parcels_file
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
@@ -52,6 +54,7 @@ Arrays = npt.NDArray[Any] | Tensor
 SPLIT = ("split", "clients", "alpha", "min_size")
 MEETINGS = ("rounds", "buffer", "top", "eval_nodes")
 NAMED = ("epochs", "model", "fusion", "seed")
+STANDING = ("backbone", "backbone_size", "tune")
 
 
 def load(data: Any, labels: Arrays | Sequence[int] | None = None, *, holdout: float | None = None, **how: Any) -> Data:
@@ -81,18 +84,45 @@ def recipe_for(
 ) -> Recipe:
     """All that decides what a site sends: the method's settings, with yours in place of its own.
 
-    ``words`` are ``epochs``, ``model`` and ``seed``; ``settings`` holds any other, as ``--set`` does.
+    ``words`` are ``epochs``, ``model``, ``seed``, ``backbone``, ``backbone_size`` and ``tune``; ``settings`` holds any
+    other, as ``--set`` does.
 
     >>> flyby.recipe_for(flyby.load("digits").split()[0], "fafi", epochs=3).train.epochs
     3
     """
-    known = [word for word in NAMED if word != "fusion"]
-    if strange := [word for word in words if word not in known]:
-        raise unknown("word of a training", strange[0], known)
-    config = make_config(method, assignments=assignments(settings), **words)
+    allowed = [word for word in (*NAMED, *STANDING) if word != "fusion"]
+    if strange := [word for word in words if word not in allowed]:
+        raise unknown("word of a training", strange[0], allowed)
+    config = make_config(
+        method, assignments=assignments({**standing(words), **(settings or {})}), **_among(NAMED, words)
+    )
     part = site.train
     sample = Dataset(part.images.numpy(), np.zeros(len(part), dtype=np.int64), site.class_names, "")
     return plan(config, DataBundle("site", sample, mirror=site.mirror)).normalised(sample).recipe
+
+
+def backbone(
+    module: nn.Module,
+    name: str,
+    *,
+    size: int | tuple[int, int],
+    dim: int | None = None,
+    mean: Sequence[float] = (0.5, 0.5, 0.5),
+    std: Sequence[float] = (0.25, 0.25, 0.25),
+) -> Named:
+    """Any module that gives features ``[B, dim]`` for images ``[B, C, size, size]``, as the ``backbone`` of trainings
+    in this process. ``mean`` and ``std`` have a number for each channel that it takes, for pixels in 0..1. Parcels call
+    it ``own:NAME`` and know it by a hash of its tensors; who wants answers from them must give the same module first.
+
+    >>> import torch
+    >>> eyes = flyby.backbone(torch.nn.Flatten(), "pixels", size=8, mean=[0.5], std=[0.25])
+    >>> eyes.name, eyes.backbone.dim
+    ('own:pixels', 64)
+    >>> site = flyby.load("digits").split(clients=3, alpha=0.5)[0]
+    >>> flyby.train(site, method="fedavg", epochs=1, backbone=eyes).manifest.spec.name
+    'own:pixels'
+    """
+    return given(module, name, size, dim, mean, std)
 
 
 def train(
@@ -310,7 +340,7 @@ def run(
     """A whole federation on one machine, as ``flyby run``: split, train every site, fuse, judge, report.
 
     ``words`` are the options of that command (``clients``, ``alpha``, ``epochs``, ``seed``, ``model``, ``fusion``,
-    ``split``, ``rounds`` ...), ``settings`` what ``--set`` takes, ``options`` where and how it runs.
+    ``backbone``, ``split``, ``rounds`` ...), ``settings`` what ``--set`` takes, ``options`` where and how it runs.
 
     >>> flyby.run("fedavg", "digits", folder, clients=2, alpha=1.0, epochs=1).uploads
     2
@@ -321,18 +351,32 @@ def run(
 
 
 def _config(method: str, data: str, settings: Mapping[str, Any] | None, words: dict[str, Any]) -> RunConfig:
-    known = (*NAMED, *SPLIT, *MEETINGS, "size")
-    if strange := [word for word in words if word not in known]:
-        raise unknown("word of a run", strange[0], known)
+    allowed = (*NAMED, *STANDING, *SPLIT, *MEETINGS, "size")
+    if strange := [word for word in words if word not in allowed]:
+        raise unknown("word of a run", strange[0], allowed)
     split = {("name" if word == "split" else word): words[word] for word in SPLIT if word in words}
     return make_config(
         method,
-        assignments=assignments(settings),
+        assignments=assignments({**standing(words), **(settings or {})}),
         data={"name": data, "size": words.get("size")},
         split=split,
-        orient={word: words[word] for word in MEETINGS if word in words},
-        **{word: words[word] for word in NAMED if word in words},
+        orient=_among(MEETINGS, words),
+        **_among(NAMED, words),
     )
+
+
+def _among(names: Sequence[str], words: Mapping[str, Any]) -> dict[str, Any]:
+    return {word: words[word] for word in names if word in words}
+
+
+def standing(words: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said of a backbone, as settings; it may be one that :func:`backbone` gave."""
+    found = _among(STANDING, words)
+    if isinstance(one := found.get("backbone"), Named):
+        if known(one.name).backbone.sha256 != one.backbone.sha256:
+            raise BadInput(f"{one.name} is another module by now; call flyby.backbone again, and with another name")
+        found["backbone"] = one.name
+    return {f"model.{word}": value for word, value in found.items()}
 
 
 def assignments(settings: Mapping[str, Any] | None) -> list[str]:

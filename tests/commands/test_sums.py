@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from factories import call, done, make_npz, one_line, stripes
+from flyby.models import backbones
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
 
@@ -130,3 +131,61 @@ def test_what_cannot_be_is_one_line(sites: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     done("fuse", a, d, "--fusion", "ensemble", "--out", plain, "--no-export", "--min-sites", 1)
     assert "keeps no sums" in one_line(call("fuse", "--remove", "a", plain))
+
+
+def test_a_changed_model_is_judged_as_a_fused_one_is(sites: Path, tmp_path: Path) -> None:
+    images, labels = stripes(90, seed=5)
+    names = np.array(["rows", "columns", "checks"])
+    clean = make_npz(tmp_path / "clean.npz", images=images, labels=labels, class_names=names)
+    wrong = make_npz(tmp_path / "wrong.npz", images=images, labels=(labels + 1) % 3, class_names=names)
+    out = fused(sites, tmp_path / "global", "ab")
+    before = (out / "model.safetensors").read_bytes()
+    words = ("fuse", "--add", sites / "d.parcel", out, "--no-export", "--json", "--out", tmp_path / "more")
+    said = done(*words, "--validation", clean).json["validation"]
+    assert said["images"] == 90
+    assert said["better_than_chance"]
+    assert said["accuracy"] > 0.8
+    assert said["worse_than_before"] == (said["accuracy"] < said["before_accuracy"])
+    line = one_line(call("fuse", "--remove", "b", out, "--no-export", "--validation", wrong))
+    assert "no better than chance on the validation images" in line
+    assert "the model before has" in line
+    assert (out / "model.safetensors").read_bytes() == before
+    kept = done("fuse", "--remove", "b", out, "--no-export", "--validation", wrong, "--keep-bad", "--json")
+    assert not kept.json["validation"]["better_than_chance"]
+    assert any("WARNING" in note for note in kept.json["notes"])
+
+
+def test_a_site_is_added_to_and_taken_out_of_the_model_of_a_run(tmp_path: Path) -> None:
+    exact = "objective.send=[feature-sums:dtype=float64]"
+    words = ("--method", "ridge", "--data", "digits", "--set", exact, "-q")
+    done("run", *words, "--clients", 3, "--alpha", 5, "--out", tmp_path / "run")
+    sent = sorted((tmp_path / "run").rglob("site-*.parcel"))
+    assert len(sent) == 3
+    model_folder = tmp_path / "run" / "global"
+    assert (model_folder / "sums.safetensors").is_file()
+    done("fuse", "--remove", "site-1", model_folder, "--out", tmp_path / "less", "--no-export")
+    rest = [path for path in sent if path.stem != "site-1"]
+    done("fuse", *rest, "--out", tmp_path / "rest", "--no-export", "--fusion", "ridge")
+    assert model(tmp_path / "less") == model(tmp_path / "rest")
+    done("fuse", "--add", next(path for path in sent if path.stem == "site-1"), tmp_path / "less", "--no-export")
+    assert model(tmp_path / "less") == model(model_folder)
+
+
+def test_a_fused_model_over_a_backbone_is_exported_by_a_process_that_never_saw_it(sites: Path, tmp_path: Path) -> None:
+    """A server that adds up sums has no need of the backbone before that."""
+    public = tmp_path / "public.parcel"
+    done("train", "--data", sites / "a.npz", "--method", "fedavg", "--epochs", 1, "--out", public, "-q")
+    for name in "bc":
+        words = ("--method", "ridge", "--backbone", public, "--out", tmp_path / f"{name}.parcel", "-q")
+        done("train", "--data", sites / f"{name}.npz", *words)
+    backbones._HELD.clear()
+    done("fuse", tmp_path / "b.parcel", tmp_path / "c.parcel", "--out", tmp_path / "global")
+    images, labels = stripes(30, seed=9)
+    with torch.no_grad():
+        program = torch.export.load(tmp_path / "global" / "model.pt2").module()
+        answers = program(torch.from_numpy(images)).argmax(1)
+    data = make_npz(
+        tmp_path / "test.npz", images=images, labels=labels, class_names=np.array(["rows", "columns", "checks"])
+    )
+    said = done("evaluate", tmp_path / "global", "--data", data, "--json").json["accuracy"]
+    assert said == pytest.approx(float((answers == torch.from_numpy(labels)).double().mean()))

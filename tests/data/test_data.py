@@ -270,7 +270,7 @@ def test_mixed_sizes_need_a_size(home: Path) -> None:
     message = rejected(home)
     assert "16x12" in message
     assert "8x8" in message
-    assert "--set data.size=64" in message
+    assert "--size 64" in message
     bundle = sources.load(str(home), size=6)
     assert bundle.train.size == (6, 6)
     assert np.array_equal(

@@ -39,13 +39,18 @@ from flyby.runs.server import Order, fuse_waiting, rule_named
 from flyby.statistics import extras as declared
 from flyby.statistics.calibration import calibrate
 from flyby.statistics.catalogue import EXTRAS, STATISTICS, computed, examined
+from flyby.statistics.feature_sums import noised_sums
 from flyby.statistics.kfac import pack
+from flyby.statistics.masked_sums import ROUND, length
+from flyby.statistics.noised import Noise
+from flyby.training.privacy import draws
 from flyby.training.settings import TrainSettings
 
 SPEC = ModelSpec(name="mlp", classes=3, channels=1, size=(4, 4), widths={"fc1": 3, "fc2": 2})
 NAMES = ("ant", "bee", "cat")
 CASES = 5000  # in all, at the least
 SHARE = 3  # mutations of each tensor that a rule meets and does not read; of those that it reads it meets all
+ROUND_TOLD = ("spring", "0" * 64, 30, ["site-0", "site-1", "site-2"])
 QUICK = {
     "fedcvae": ("images=6", "epochs=1", "batch=6"),
     "fedcvae-kd": ("images=6", "epochs=1", "batch=6", "distil_epochs=1"),
@@ -70,7 +75,7 @@ def site_of(k: int) -> Site:
 
 def made(k: int, kind: str) -> Parcel:
     """An upload with all that belongs to one kind of extra; where sites may choose, each chose another way."""
-    eyes = 0 if kind == "feature-sums" else k  # sums are of features that one network gave
+    eyes = 0 if kind in ("feature-sums", "masked-sums") else k  # sums are of features that one network gave
     network, site = SPEC.build(generator(eyes, "weights")).eval(), site_of(k)
     chosen = {("kfac", 1): ":half=false", ("null-space", 1): ":half=false", ("null-space", 2): ":rank=1"}
     chosen |= {("feature-sums", 1): ":dtype=float64"}
@@ -79,6 +84,13 @@ def made(k: int, kind: str) -> Parcel:
     elif kind == "decoder":
         decoder = build(Decoder, DecoderSpec.beside(SPEC, 1, 1), generator(k, "decoder"))
         extras = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
+    elif kind == "masked-sums":
+        words = torch.randint(-(2**63), 2**63 - 1, (length(3, 2),), generator=generator(k, "words"))
+        extras = {f"{kind}.choice": torch.tensor([0, 0, 2]), f"{kind}.words": words}
+        extras |= {f"{kind}.noise": torch.tensor(Noise.planned(0, 2.0, 1.0), dtype=torch.float64)} if k == 1 else {}
+    elif (kind, k) == ("feature-sums", 2):
+        noisy = noised_sums(network, site, {}, (8.0, 1e-5), 2.0, draws(generator(k, "noise")))
+        extras = {f"{kind}.{name}": value for name, value in noisy.items()}
     else:
         extras = computed(kind + chosen.get((kind, k), ""), network, site, 0)
     return parcel.make(
@@ -88,9 +100,9 @@ def made(k: int, kind: str) -> Parcel:
         class_names=NAMES,
         weights=network.state_dict(),
         samples=12,
-        counts=(4, 4, 4),
+        counts=None if "feature-sums.noise" in extras else (4, 4, 4),
         extras=extras,
-        meta={"decoder_latent": 1, "decoder_width": 1},
+        meta={"decoder_latent": 1, "decoder_width": 1, **dict(zip(ROUND, ROUND_TOLD, strict=True))},
     )
 
 

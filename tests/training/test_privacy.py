@@ -26,6 +26,7 @@ from flyby.objectives.base import Batch, ObjectiveSettings, Terms
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels.parcel import Manifest, to_bytes
 from flyby.rng import generator
+from flyby.statistics.masked_sums import ROUND
 from flyby.training.loop import Row, Trained
 from flyby.training.privacy import Budget, PrivateTraining, check_privacy, clipped_sum, draws, per_sample_gradients
 from flyby.training.settings import TrainSettings
@@ -65,6 +66,21 @@ def test_clipping_by_hand() -> None:
     assert not hasattr(model.weight, "grad_sample")
     assert not model._forward_hooks
     assert not model._backward_hooks
+
+
+def test_gradients_of_convolutions_are_each_image_s_own_with_channels_last() -> None:
+    """As the training loop has images in memory."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3, padding=1), nn.Flatten())
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    with per_sample_gradients(model) as parameters:
+        model(x).square().sum(1).mean().backward()
+        each = [p.grad_sample.clone() for p in parameters]  # type: ignore[attr-defined]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    for i in range(4):
+        model.zero_grad()
+        model(x[i : i + 1]).square().sum().backward()
+        assert all(torch.allclose(g[i], p.grad, atol=1e-3) for g, p in zip(each, parameters, strict=True))
 
 
 def test_the_norm_is_taken_over_all_parameters_together() -> None:
@@ -421,6 +437,7 @@ def test_every_field_of_a_parcel_is_in_the_table_and_the_other_way_round() -> No
             made = train_site(small_site(), spec, objective, short, SALT, 0).parcel.manifest
             sent |= {f"meta.{key}" for key in made.meta} | {f"provenance.{key}" for key in made.provenance}
     sent |= {f"provenance.{key}" for key in trained().parcel.manifest.provenance}
+    sent |= {f"meta.{key}" for key in ROUND}  # of masked parcels
     assert documented() == sent | {"meta.version", "provenance.oriented from", "provenance.round"}  # of orient
 
 

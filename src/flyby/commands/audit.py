@@ -66,3 +66,5 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             name, found["auc"], found["low"], found["high"], *rates
         )
     yield facts["verdict"]
+    if facts.get("bound") is not None:
+        yield f"The noise on the sums allows no attack an AUC above {facts['bound']:.4f}, in the mean over the noise."

@@ -48,6 +48,9 @@ Backbone = Annotated[
         help="Only train a head on this frozen network: efficientnet-lite0, timm:NAME, a parcel, a model folder ...",
     ),
 ]
+Tune = Annotated[
+    str | None, typer.Option(help="What of the backbone is trained and sent too: last (stage), all, lora; else: head.")
+]
 BackboneSize = Annotated[
     int | None, typer.Option(help="Pixels a side of what the backbone is given; fewer are faster, 128 on a CPU.")
 ]
@@ -170,9 +173,9 @@ def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:
     return [*(settings or ()), *([f'train.compile="{compiled}"'] if compiled else [])]
 
 
-def standing(settings: list[str] | None, backbone: str | None, size: int | None) -> list[str]:
-    """The assignments of --set, after those of --backbone and --backbone-size."""
-    asked = {"model.backbone": backbone, "model.backbone_size": size}
+def standing(settings: list[str] | None, backbone: str | None, size: int | None, tune: str | None) -> list[str]:
+    """The assignments of --set, after those of --backbone, --backbone-size and --tune."""
+    asked = {"model.backbone": backbone, "model.backbone_size": size, "model.tune": tune}
     return [*(f"{key}={json.dumps(value)}" for key, value in asked.items() if value is not None), *(settings or ())]
 
 

@@ -9,13 +9,38 @@ import typer
 
 from flyby.commands.common import Json, Size, say
 
+# Where the sets of the papers come from. flyby fetches only what is named as hf:..., and keeps none of them.
+HUB = "pip install 'flyby[hub]', then --data hf:"
+OWN = "one folder per class, the images of that class in it: --data FOLDER"
+KAGGLE = "Kaggle: {}; unpack it{}, then --data FOLDER"
+PUBLIC = (
+    ("your own images", "photographs, scans or tiles of any size; give --size N if they differ", OWN),
+    ("digits", "1,797 images of 8x8, 10 classes", "nothing to get: --data digits"),
+    ("CIFAR-10", "50,000 and 10,000 images of 32x32, 10 classes", f"{HUB}uoft-cs/cifar10"),
+    ("CIFAR-100", "50,000 and 10,000 images of 32x32, 100 classes", f"{HUB}uoft-cs/cifar100"),
+    ("SVHN", "73,257 and 26,032 images of 32x32, 10 classes", f"{HUB}ufldl-stanford/svhn/cropped_digits"),
+    (
+        "Hurricane",
+        "10,000, 2,000 and 2,000 satellite images of 128x128, damage or none (Cao and Choe)",
+        KAGGLE.format(
+            "satellite-images-of-hurricane-damage", ", call train_another train and validation_another validation"
+        ),
+    ),
+    (
+        "Wildfire",
+        "30,250, 6,300 and 6,300 satellite images of 350x350, wildfire or none (Aaba)",
+        KAGGLE.format("wildfire-prediction-dataset", "") + " --size 64",
+    ),
+)
+
 
 def data(
     name: Annotated[str | None, typer.Argument(help="Some data, as --data takes it: what is in it.")] = None,
     size: Size = None,
     as_json: Json = False,
 ) -> None:
-    """The kinds of data there are and how to name them; the splits too. With NAME: what that data holds."""
+    """The kinds of data there are, how to name them and where to get some; the splits too. With NAME: what that data
+    holds."""
     from flyby.data.sources import catalogue
     from flyby.data.splits import SPLITS
 
@@ -23,11 +48,15 @@ def data(
         _describe(name, size, as_json)
         return
     sources = catalogue()
-    splits = [{"split": name, "rule": (rule.__doc__ or "").split("\n\n")[0].strip()} for name, rule in SPLITS.items()]
+    rules = {name: (rule.__doc__ or "").split("\n\n")[0] for name, rule in SPLITS.items()}
+    splits = [{"split": name, "rule": " ".join(rule.split())} for name, rule in rules.items()]
+    public = [{"set": name, "what": what, "how to get it": how} for name, what, how in PUBLIC]
     if as_json:
-        print(json.dumps({"sources": sources, "splits": splits}, indent=1))
+        print(json.dumps({"sources": sources, "public": public, "splits": splits}, indent=1))
         return
     _table(sources)
+    lines = (f"{name}: {what}\n    {how}" for name, what, how in PUBLIC)  # each way on a line of its own, to be copied
+    print("\nwhere to get some:", *lines, "", sep="\n")
     _table(splits)
 
 

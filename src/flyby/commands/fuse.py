@@ -50,6 +50,12 @@ def fuse(
         typer.Option("--partial", metavar="PARCEL", help="Only add up the sites' sums, into one parcel of a region."),
     ] = None,
     names: Annotated[bool, typer.Option(help="With --partial: say who is in it, or only how many.")] = True,
+    revealed: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Seeds towards a site of a masked round that did not send: `flyby keys reveal` (repeatable)."
+        ),
+    ] = None,
     watch: Annotated[
         Path | None,
         typer.Option(metavar="INBOX", help="Wait until enough parcels lie in this folder, instead of naming them."),
@@ -92,7 +98,9 @@ def fuse(
         if region is None and len(parcels or []) != 1:
             raise BadInput("name the one model folder to change: flyby fuse --add late.parcel global/")
         target = region or out or (parcels or [])[0]
-        order = Order(target, fusion, settings or (), proxy, validation, min_sites, seed, export, device, keep_bad)
+        order = Order(
+            target, fusion, settings or (), proxy, validation, min_sites, seed, export, device, keep_bad, revealed or ()
+        )
         if region is not None:
             facts, text, gate = _add_up(parcels or [], order, entrance, names)
         else:
@@ -106,7 +114,7 @@ def fuse(
     if (watch is None) is not bool(parcels):
         raise BadInput("name the .parcel files, or the folder in which they arrive with --watch INBOX, and not both")
     least = waiting.quorum.least if waiting else min_sites
-    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device, keep_bad)
+    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device, keep_bad, revealed or ())
     with sole_writer(out):
         order.check()
         came = (

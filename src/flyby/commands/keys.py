@@ -1,4 +1,4 @@
-"""``flyby keys``: make a key pair, look at one, say whose key is whose."""
+"""``flyby keys``: make a key pair, look at one, say whose key is whose, and hold a round of masked sums."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Json, say
+from flyby.commands.common import Json, TrustFile, say
 
 app = typer.Typer(
-    help="Keys to sign parcels with, and the trust file that says whose key is whose.",
+    help="Keys to sign and to mask parcels with, and the trust file that says whose key is whose.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -47,6 +47,73 @@ def show(file: Annotated[Path, typer.Argument(help="A .pub or .key file.")], as_
         as_json,
         f"sender:      {key.sender or 'not named in the file'}\npublic key:  {key.text}\nfingerprint:"
         f" {key.fingerprint}",
+    )
+
+
+@app.command()
+def mask(
+    key: Annotated[Path, typer.Argument(help="This site's private key, of `flyby keys new`.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default NAME.mask beside the key.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write this site's public masking key, for rounds in which no server sees its sums."""
+    from flyby.parcels.masks import participant, write
+    from flyby.parcels.signing import read_private
+
+    made = participant(read_private(key))
+    out = out or key.with_name(f"{made.sender}.mask")
+    write(out, made)
+    say({"sender": made.sender, "mask": str(out)}, as_json, f"{out}: give it to whoever makes the round")
+
+
+@app.command("round")
+def make_round(
+    sites: Annotated[list[Path], typer.Argument(metavar="MASKS", help="The .mask files of all sites, two or more.")],
+    out: Annotated[Path, typer.Option(help="The round file to write; all sites need the same.")],
+    name: Annotated[str | None, typer.Option(help="What to call it; by default the file's name.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="Most images that a site has.")] = 100_000,
+    largest: Annotated[float, typer.Option(help="Largest number that a feature is, its sign aside.")] = 64.0,
+    trust: TrustFile = None,
+    as_json: Json = False,
+) -> None:
+    """Name the sites whose masks cancel: each then trains with --mask, once."""
+    from flyby.errors import BadInput
+    from flyby.parcels.masks import Participant, Round, read_as, write
+    from flyby.parcels.signing import Trust
+
+    if out.exists():
+        raise BadInput(f"{out} exists already; a round is held once, so name another file")
+    made = Round.of(
+        [read_as(Participant, path, "a public masking key") for path in sites], name or out.stem, images, largest
+    )
+    made.check(None if trust is None else Trust.load(trust))
+    write(out, made)
+    facts = {"round": made.name, "file": str(out), "digest": made.digest, "sites": made.names, "bits": made.bits}
+    say(facts, as_json, f"{out}: {len(made.names)} sites, {made.bits} bits after the point; give it to all of them")
+
+
+@app.command()
+def reveal(
+    round_file: Annotated[Path, typer.Argument(metavar="ROUND", help="The round file.")],
+    missing: Annotated[list[str], typer.Option(help="A site that did not send and never will (repeatable).")],
+    key: Annotated[Path, typer.Option(help="This site's private key.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default NAME.revealed.json here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Give away the masks towards sites that dropped out of a round, so that the others' sum can be
+    had. It tells nothing of this site's sums; but if a missing site's parcel does arrive, the
+    server can take its masks off: ask that site first."""
+    from flyby.parcels.masks import Masking, read_round, write
+
+    masking = Masking.at(read_round(round_file), key)
+    made = masking.reveal(missing)
+    out = out or Path(f"{made.sender}.revealed.json")
+    write(out, made)
+    say(
+        {"sender": made.sender, "file": str(out), "missing": sorted(made.seeds)},
+        as_json,
+        f"{out}: this site's masks towards {', '.join(sorted(made.seeds))} and nothing of its own sums; whoever also"
+        " holds a parcel of such a site could open that, so send it only if none was sent",
     )
 
 

@@ -25,6 +25,7 @@ from flyby.commands.common import (
     Seed,
     Set,
     Size,
+    Tune,
     compiling,
     grouped,
     say,
@@ -68,6 +69,7 @@ def run(
     model: Architecture = None,
     backbone: Backbone = None,
     backbone_size: BackboneSize = None,
+    tune: Tune = None,
     fusion: Rule = None,
     meetings: Meetings,
     engine: Annotated[
@@ -93,7 +95,7 @@ def run(
         raise BadInput("name a method; `flyby methods` lists them")
     words = {"fusion": fusion, "seed": seed, "model": model, "epochs": epochs, "data": {"name": data, "size": size}}
     shares = {"name": split, "clients": clients, "alpha": alpha, "min_size": min_size}
-    chosen = compiling(standing(settings, backbone, backbone_size), compiled)
+    chosen = compiling(standing(settings, backbone, backbone_size, tune), compiled)
     configs = _configs(names, meetings, split=shares, assignments=chosen, **words)
     folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
     command = shlex.join(["flyby", *sys.argv[1:]])

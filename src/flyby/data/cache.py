@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import sys
@@ -255,7 +256,7 @@ class _Writer:
         if (height, width) != (self.height, self.width):
             raise BadInput(
                 f"images differ in size ({self.first} is {self.height}x{self.width}, {part.where(row)} is"
-                f" {height}x{width}); give them one size with --set data.size=64"
+                f" {height}x{width}); give them one size with --size 64, all sites the same"
             )
         if image.dtype != self.dtype:
             raise BadInput(
@@ -309,7 +310,7 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
     places: list[npt.NDArray[np.float64]] = []
     splits: dict[str, Any] = {}
     new_broken = 0
-    with (folder / "images.npy").open("wb") as file, _bar(total, progress) as advance:
+    with (folder / "images.npy").open("wb") as file, _told(total, progress) as advance:
         writer = _Writer(file, channels)
         for part in contents.parts:
             start, kept = writer.count, []
@@ -395,21 +396,35 @@ def _attempt(item: Item, size: int | None) -> Pixels | None:
 
 
 @contextlib.contextmanager
-def _bar(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr; one plain line where that is not a terminal; nothing without a title."""
-    if title is None:
-        yield lambda _: None
-    elif not sys.stderr.isatty():
-        log.info("decoding %d images of %s into the cache (once)", total, title)
-        yield lambda _: None
-    else:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def _told(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
+    """Progress of decoding: a bar, or one plain line; nothing without a title."""
+    with contextlib.nullcontext() if title is None else bar(total, f"decoding {title}") as advance:
+        if title is not None and advance is None:
+            log.info("decoding %d images of %s into the cache (once)", total, title)
+        yield advance or (lambda _: None)
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+bars: list[str] = []  # the progress bars that stand on the terminal now: a second one would spoil the first
+
+
+@contextlib.contextmanager
+def bar(total: int, title: str) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar on stderr, to be told of each step; None where that is no terminal, another bar stands there, or
+    this is a worker."""
+    if not sys.stderr.isatty() or bars or multiprocessing.parent_process() is not None:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bars.append(title)
+    try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(f"decoding {title}", total=total)
+            task = progress.add_task(title, total=total)
             yield lambda n: progress.advance(task, n)
+    finally:
+        bars.remove(title)
 
 
 # -- one image

@@ -84,7 +84,7 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
 def _piece(predictor: Predictor) -> int:
     """As many images, in whole batches, as leave room for what all members see and say: each pass over them reads every
     network of a shelf again."""
-    widest = max(len(predictor.class_names), max(spec.skeleton().feature_dim for spec in set(predictor.specs)))
+    widest = max(len(predictor.class_names), max(spec.feature_dim() for spec in set(predictor.specs)))
     return max(1, VOICES // (4 * len(predictor.specs) * widest * BATCH)) * BATCH
 
 

@@ -8,6 +8,7 @@ A predictor is saved as a folder: ``model.json`` (its kind, specs, settings), ``
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -300,9 +301,12 @@ def export_program(predictor: Predictor, path: Path) -> None:
     example = torch.zeros((2, *predictor.size, predictor.channels), dtype=getattr(torch, predictor.pixels))
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.no_grad():
+        predictor(example)  # a frozen backbone is read now: under the export's eyes no file can be
         program = torch.export.export(predictor, (example,), dynamic_shapes=({0: batch},), strict=False)
     buffer = io.BytesIO()  # a full disk is then noticed where all files are written, and not in the midst of an archive
-    torch.export.save(program, buffer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensors that share memory, as those of a backbone do, are saved whole
+        torch.export.save(program, buffer)
     write_bytes(path, buffer.getvalue())
 
 

@@ -22,7 +22,7 @@ from flyby.data.site import Site
 from flyby.meeting.admit import part_logits
 from flyby.meeting.candidate import Candidate, by_spec
 from flyby.meeting.measure import flops, latency_ms
-from flyby.meeting.prune import Gated, Masked, folded, keep_masks, masks_to_size, removed, share_in_time
+from flyby.meeting.prune import Gated, Masked, folded, keep_masks, masks_to_size, prunable, removed, share_in_time
 from flyby.meeting.settings import OrientSettings
 from flyby.meeting.stack import Stack
 from flyby.meeting.tuning import Budget, Problem, Tuned, tune
@@ -69,7 +69,7 @@ def finetune(candidates: Sequence[Candidate], desk: Desk) -> None:
 def prune(candidates: Sequence[Candidate], own: Candidate, desk: Desk) -> None:
     """Eq. 5: learn gates, multiply them into the weights, and mark the channels that go."""
     settings = desk.settings
-    for group, stack in desk.stacks([c for c in candidates if c.spec.head == "linear"]):
+    for group, stack in desk.stacks([c for c in candidates if prunable(c.spec)]):
         problem = Gated(stack.spec, len(stack), own.spec, own.state, settings, stack.device)
         tuned = desk.tune(stack, problem, "prune")
         whole = folded(tuned.stack, tuned.extra)
@@ -122,7 +122,9 @@ def accuracy_by_size(
     again, cut, and judged on the validation images; means over the candidates."""
     rows = []
     for share in shares:
-        copies = [replace(c, logits={}, facts={}) for c in candidates if c.spec.head == "linear"]
+        copies = [replace(c, logits={}, facts={}) for c in candidates if prunable(c.spec)]
+        if not copies:
+            break
         there = replace(desk, settings=desk.settings.model_copy(update={"prune_to": share}))
         prune(copies, own, there)
         posttune(copies, there)

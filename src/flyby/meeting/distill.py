@@ -26,7 +26,10 @@ from flyby.rng import generator
 
 UNKNOWN = -1  # the label of an image without one
 TINY = ViewSettings(crop="pad", pad=1)  # where a shift by four pixels would lose the image
-CLOSER = {"crop": "resized", "scale": (0.5, 1.0)}  # larger ones need more than a shift to tell the student something new
+CLOSER = {
+    "crop": "resized",
+    "scale": (0.5, 1.0),
+}  # larger ones need more than a shift to tell the student something new
 
 
 class Distilled(Problem):

@@ -71,7 +71,7 @@ class Work:
 
     def until(self, share: float = 1.0) -> float:
         """The moment at which a share of the round's seconds is over; never, where none are set."""
-        return math.inf if self.settings.seconds is None else self.started + share * self.settings.seconds
+        return math.inf if self.settings.time is None else self.started + share * self.settings.time
 
     def desk(self, share: float = math.inf) -> Desk:
         """Where neighbours are adapted until a share of the round's seconds is over."""
@@ -149,7 +149,7 @@ def finetune_stage(work: Work) -> None:
     fresh = work.to_adapt
     finetune(fresh, work.desk(0.6 / 3 if work.settings.prunes else 0.6))
     late = [c for c in fresh if "finetune_epochs" not in c.facts]
-    work.log += [f"left out {c.sender}: the round's {work.settings.seconds:g} s are too few to adapt it" for c in late]
+    work.log += [f"left out {c.sender}: the round's {work.settings.time:g} s are too few to adapt it" for c in late]
     work.peers = [c for c in work.peers if c not in late]
 
 
@@ -157,6 +157,8 @@ def prune_stage(work: Work) -> None:
     if work.settings.curve:
         work.facts["curve"] = accuracy_by_size(work.to_adapt, work.own, work.desk(), work.settings.curve)
     if work.settings.prunes:
+        whole = [c.sender for c in work.to_adapt if c.spec.backbone is not None]
+        work.log += [f"{sender} is not pruned: the widths of its backbone are not its own" for sender in whole]
         prune(work.to_adapt, work.own, work.desk(0.4))
 
 
@@ -350,7 +352,7 @@ def orient(
     history = history or History()
     stages, device = {name: STAGES[name] for name in VARIANTS[variant].stages}, torch.device(device)
     check_site(own, site, variant)
-    if "prune" in stages and (settings.prunes or settings.curve):
+    if "prune" in stages and (settings.prunes or settings.curve) and own.manifest.spec.backbone is None:
         # Says now, not after an hour, that torch-pruning is missing.
         channel_groups(own.manifest.spec.replace(head="linear"))
     mine = Candidate.of(own, device)

@@ -39,6 +39,11 @@ from flyby.models import ModelSpec, Network
 Filters = nn.Conv2d | nn.Linear
 
 
+def prunable(spec: ModelSpec) -> bool:
+    """Whether channels may go: the widths of a backbone are its own, and class directions would lose their meaning."""
+    return spec.head == "linear" and spec.backbone is None
+
+
 def dependency_graph(network: Network) -> Any:
     """torch-pruning's dependency graph of a network: what must be cut where, when one filter goes."""
     try:

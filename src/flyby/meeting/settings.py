@@ -147,7 +147,8 @@ class OrientSettings(BaseModel):
     ] = None
 
     joules: Annotated[
-        float | None, Field(gt=0, description="energy for a round, at so many watts; the same as joules / watts seconds")
+        float | None,
+        Field(gt=0, description="energy for a round, at so many watts; the same as joules / watts seconds"),
     ] = None
     watts: Annotated[float | None, Field(gt=0, description="what the board draws at full work, for joules")] = None
 

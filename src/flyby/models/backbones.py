@@ -1,24 +1,26 @@
-"""Backbones: frozen, pre-trained feature extractors, known by their name and the hash of their weights.
+"""Backbones: pre-trained feature extractors, known by their name and the hash of their weights.
 
-A spec that names one describes a network whose own tensors are only what stands after it: the head travels, the
-backbone does not. Its weights lie in the cache folder, ``backbones/SHA256/`` with ``weights.safetensors`` and
-``card.json``, put there by whoever works at this machine (:func:`known`, :func:`keep`). A stranger's spec can only ask
-for what lies there already, or for one whose hash is written in this package: it names no path and fetches nothing.
+A spec that names one describes a network whose own tensors are what stands after it and what is tuned of it
+(``flyby.models.tune``): the head travels, the backbone does not. Its weights lie in the cache folder,
+``backbones/SHA256/`` with ``weights.safetensors`` and ``card.json``, put there by whoever works at this machine
+(:func:`known`, :func:`keep`). A stranger's spec can only ask for what lies there already, or for one whose hash is
+written in this package: it names no path and fetches nothing.
 
 One copy a device serves all networks of a process.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby.data.cache import root_of, writable
@@ -27,23 +29,27 @@ from flyby.files import atomic_folder, canonical, read_json, write_bytes, write_
 from flyby.models.lite import DIM, LITE, MEAN, STD, EfficientNetLite, lite_file, lite_network, lite_weights
 from flyby.models.networks import ARCHITECTURES
 from flyby.models.outside import fetch, outside_network
-from flyby.settings import build
+from flyby.settings import Grown, build
 
 MAX_DIM = 4096
-NAME = re.compile(r"(flyby|timm|hf):[A-Za-z0-9._/-]{1,56}")
+NAME = re.compile(r"(flyby|timm|hf|own):[A-Za-z0-9._/-]{1,56}")
 FORMAT = 1
 PIECES = {"cpu": 16}  # images that go through together: three times as fast as 64 on a core, whose caches they fit
 CARD, WEIGHTS = "card.json", "weights.safetensors"
 
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Side = Annotated[int, Field(ge=1, le=4096)]
+Tune = Literal["head", "last", "all", "lora"]
 
 
-class Backbone(BaseModel):
-    """What a spec says of its backbone beside its name: the SHA-256 of its tensors, how many features it gives, and the
-    images it takes: of ``size`` (others are resized), with ``mean`` and ``std`` per channel in the units of a spec."""
+class Backbone(Grown):
+    """What a spec says of its backbone beside its name: the SHA-256 of its tensors, how many features it gives, the
+    images it takes, of ``size`` (others are resized), with ``mean`` and ``std`` per channel in the units of a spec, and
+    what of it is trained and sent: nothing (``head``), its ``last`` stage, ``all`` of it, or matrices of a low ``rank``
+    beside its layers (``lora``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    later = frozenset({"tune", "rank"})
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     dim: Annotated[int, Field(ge=1, le=MAX_DIM)]
@@ -51,6 +57,13 @@ class Backbone(BaseModel):
     channels: Annotated[int, Field(ge=1, le=64)] = 3
     mean: Annotated[tuple[Annotated[float, Field(ge=-1e9, le=1e9)], ...], FromList, Field(min_length=1, max_length=64)]
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e9)], ...], FromList, Field(min_length=1, max_length=64)]
+    tune: Tune = "head"
+    rank: Annotated[int, Field(ge=0, le=MAX_DIM)] = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether some of it is the same for every network on it, so that what that makes of images is kept."""
+        return self.tune in ("head", "last")
 
     def statistics(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and spread for images of so many channels: one grey channel gets their mean (see :class:`Frozen`)."""
@@ -73,7 +86,7 @@ def is_name(text: str) -> bool:
 
 def check_name(text: str) -> None:
     if not is_name(text):
-        raise unknown("backbone", text, [*LITE, "flyby:NAME", "timm:NAME", "hf:NAME"])
+        raise unknown("backbone", text, [*LITE, "flyby:NAME", "timm:NAME", "hf:NAME", "own:NAME"])
 
 
 # -- in a network
@@ -91,22 +104,28 @@ class Frozen(nn.Module):
         self.named, self.grey = named, grey
 
     def forward(self, x: Tensor) -> Tensor:
-        most = PIECES.get(x.device.type, 256)
-        if torch.compiler.is_compiling() or x.device.type == "meta" or len(x) <= most:
-            return self._seen(x)
-        return torch.cat([self._seen(piece) for piece in torch.split(x, most)])
+        return in_pieces(self._seen, x)
 
     def _seen(self, x: Tensor) -> Tensor:
+        x = self.fitted(x)
+        network = self.network(x.device)
+        if x.device.type == "meta":
+            return network(x)  # type: ignore[no-any-return]
+        with torch.autocast(x.device.type, enabled=False):  # the same features, whatever precision the head trains in
+            return network(x)  # type: ignore[no-any-return]
+
+    def network(self, device: torch.device) -> nn.Module:
+        """What images go through."""
+        return network_of(self.named, device)
+
+    def fitted(self, x: Tensor) -> Tensor:
+        """Images in the colours and the size that the backbone takes."""
         backbone, x = self.named.backbone, x.float()
         if x.shape[1] != backbone.channels:
             x = self._coloured(x)
         if tuple(x.shape[-2:]) != backbone.size:
             x = F.interpolate(x, backbone.size, mode="bilinear", antialias=True)
-        network = network_of(self.named, x.device)
-        if x.device.type == "meta":
-            return network(x)  # type: ignore[no-any-return]
-        with torch.autocast(x.device.type, enabled=False):  # the same features, whatever precision the head trains in
-            return network(x)  # type: ignore[no-any-return]
+        return x
 
     def _coloured(self, x: Tensor) -> Tensor:
         backbone = self.named.backbone
@@ -117,7 +136,16 @@ class Frozen(nn.Module):
         return (x * self.grey[1] + self.grey[0] - mean) / std
 
 
+def in_pieces(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``work(x)``, so many images together as a device is fastest at."""
+    most = PIECES.get(x.device.type, 256)
+    if torch.compiler.is_compiling() or x.device.type == "meta" or len(x) <= most:
+        return work(x)
+    return torch.cat([work(piece) for piece in torch.split(x, most)])
+
+
 _HELD: dict[tuple[str, str], nn.Module] = {}
+_LENT: dict[str, tuple[Named, nn.Module]] = {}  # modules that this process was given in Python, by name
 
 
 def network_of(named: Named, device: torch.device | str) -> nn.Module:
@@ -125,21 +153,35 @@ def network_of(named: Named, device: torch.device | str) -> nn.Module:
     on this machine."""
     device, sha256 = torch.device(device), named.backbone.sha256
     if (key := (sha256, str(device))) not in _HELD:
-        card, weights = (_outline(named), None) if device.type == "meta" else _found(named)
-        with torch.device("meta"):
-            network = _built(card)
-        if weights is not None:
-            network.load_state_dict(weights, assign=True)
-            network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if isinstance(network, EfficientNetLite):
-            network.folded()
+        network = _lent(named, device) if named.name.startswith("own:") else _read(named, device)
         _HELD[key] = network.eval().requires_grad_(False)
     return _HELD[key]
 
 
-def parameters_of(named: Named) -> int:
-    """All numbers of the backbone's state."""
-    return sum(t.numel() for t in network_of(named, "meta").state_dict().values())
+def _read(named: Named, device: torch.device) -> nn.Module:
+    card, weights = (_outline(named), None) if device.type == "meta" else _found(named)
+    with torch.device("meta"):
+        network = _built(card)
+    if weights is not None:
+        network.load_state_dict(weights, assign=True)
+        network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network.folded() if isinstance(network, EfficientNetLite) else network
+
+
+def _lent(named: Named, device: torch.device) -> nn.Module:
+    lent = _LENT.get(named.name)
+    if lent is None or lent[0].backbone.sha256 != named.backbone.sha256:
+        raise BadInput(
+            f"the model needs the backbone {named.name} (sha256 {named.backbone.sha256[:12]}), a module that only the"
+            " Python program knows that gave it; give it here too with flyby.backbone(module, ...), and use the engine"
+            " inline"
+        )
+    return copy.deepcopy(lent[1]).to(device)
+
+
+def lend(module: nn.Module, named: Named) -> None:
+    """Have this process know a module as a backbone, until it ends."""
+    _LENT[named.name] = (named, module)
 
 
 class Own(nn.Sequential):
@@ -185,6 +227,10 @@ def known(name: str, size: int | None = None) -> Named:
         found = Backbone(sha256=variant.tensors, dim=DIM, size=(side, side), mean=(MEAN,) * 3, std=(STD,) * 3)
         network_of(Named(name, found), "cpu")  # said now where it is missing, and not after the data was read
         return Named(name, found)
+    if name in _LENT:
+        return _resized(_LENT[name][0], size)
+    if name.startswith("own:"):
+        raise BadInput(f"{name} is a module in Python, and this process was not given it; call flyby.backbone first")
     if name.startswith("flyby:"):
         raise BadInput(f"{name} is how models call a backbone of flyby's own; give the path of its model or parcel")
     card, tensors = fetch(name)
@@ -195,19 +241,25 @@ def keep(card: Mapping[str, Any], tensors: Mapping[str, Tensor], size: int | Non
     """Put a backbone into the cache folder. The card says its ``name`` and ``kind``, what builds it, ``dim``,
     ``channels``, ``size``, ``mean`` and ``std``."""
     check_name(card["name"])
-    sha256 = _store(card, tensors)
-    side = (size, size) if size else tuple(card["size"])
-    values = {key: tuple(card[key]) for key in ("mean", "std")} | {"dim": card["dim"], "channels": card["channels"]}
-    named = Named(card["name"], build(Backbone, {"sha256": sha256, "size": side, **values}, "backbone"))
-    if list(side) != list(card["size"]):
-        try:
-            Frozen(named)(torch.empty(1, card["channels"], *side, device="meta"))
-        except Exception:  # as different as the networks
-            raise BadInput(
-                f"the backbone {card['name']} cannot take images of {size} pixels a side, only of {card['size'][0]};"
-                " leave the size out"
-            ) from None
-    return named
+    values: dict[str, Any] = {key: tuple(card[key]) for key in ("size", "mean", "std")}
+    values |= {"sha256": _store(card, tensors), "dim": card["dim"], "channels": card["channels"]}
+    return _resized(Named(card["name"], build(Backbone, values, "backbone")), size)
+
+
+def _resized(named: Named, size: int | None) -> Named:
+    """The same with images of so many pixels a side, if it can take them."""
+    name, backbone = named
+    if size is None or backbone.size == (size, size):
+        return named
+    other = Named(name, build(Backbone, {**dict(backbone), "size": (size, size)}, "backbone"))
+    try:
+        Frozen(other)(torch.empty(1, backbone.channels, size, size, device="meta"))
+    except Exception:  # as different as the networks
+        raise BadInput(
+            f"the backbone {name} cannot take images of {size} pixels a side, only of {backbone.size[0]}; leave the"
+            " size out"
+        ) from None
+    return other
 
 
 def _store(card: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

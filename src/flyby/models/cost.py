@@ -15,14 +15,15 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flyby.errors import BadInput
-from flyby.models.backbones import Named, parameters_of
+from flyby.models.backbones import Named
 from flyby.models.spec import ModelSpec
+from flyby.models.tune import frozen_numbers
 
 ROOM = 576 << 20  # bytes that a batch may take inside a network that answers: 512 images of 32x32 in a ResNet
 FLOAT = 4
@@ -78,7 +79,7 @@ def cost_of(spec: ModelSpec) -> Cost:
     """What a network of this spec costs for one image."""
     try:
         # Before anything is counted: a backbone that is drawn up under way would be taken for activations.
-        below = parameters_of(Named(spec.name, spec.backbone)) if spec.backbone is not None else 0
+        below = frozen_numbers(Named(spec.name, spec.backbone)) if spec.backbone is not None else 0
         network, image = spec.skeleton().eval(), _empty(1, spec.channels, *spec.size)
         with torch.no_grad(), _Counted(image) as counted:
             network(image)
@@ -89,6 +90,13 @@ def cost_of(spec: ModelSpec) -> Cost:
         raise BadInput(f"what {spec.name} costs cannot be told from its spec ({reason}); use another model") from error
     parameters = below + sum(math.prod(shape) for shape, _ in spec.shapes().values())
     return Cost(parameters, counted.total, counted.most, spec.channels * math.prod(spec.size), counted.products)
+
+
+def shape_through(module: nn.Module, spec: ModelSpec) -> tuple[int, ...]:
+    """The shape of what a module makes of one image that is prepared as the spec says."""
+    image = _empty(1, spec.channels, *spec.size)
+    with torch.no_grad(), _Counted(image):
+        return tuple(module(image).shape[1:])
 
 
 def at_once(spec: ModelSpec, most: int) -> int:

@@ -1,32 +1,30 @@
-"""Features of a frozen backbone, computed once: kept in the cache folder by what they are of.
+"""Features of a frozen backbone, computed once per image (``flyby.models.rows``): a second run, another method, another
+split or a resumed training over the same images reads them instead. Where its last stage is tuned, what comes before
+that is kept.
 
-An entry is ``features/KEY.npy``, float32 ``[N, dim]``, where the key is a hash of the backbone's weights, the size and
-the normalisation it is given images in, and the images themselves. So a second run, another method or a resumed
-training over the same images reads them instead.
+What they are known by is the hash of the backbone's weights, the size and the normalisation it is given images in, the
+kind of device, and the image itself.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import logging
-import time
-from contextlib import suppress
+import math
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flyby.data.cache import root_of, writable
-from flyby.errors import BadInput
-from flyby.files import digest, write_bytes
-from flyby.models.cost import at_once
+from flyby.data.site import Part
+from flyby.models.cost import at_once, shape_through
+from flyby.models.rows import rows_of
 from flyby.models.spec import Network
+from flyby.models.tune import Tuned
 
 log = logging.getLogger(__name__)
-PIECE = 256  # images that are prepared together
-SPEAK_SECONDS = 5.0
-FORMAT = 1
+
+# Images that a backbone is given together: a CPU is as fast with few, and few are not many to fill up a piece with.
+PIECE, MANY = 16, 256
+MOST = 4 << 30  # bytes that are held of one set of images; where it would be more, they are looked at every time
 
 
 @torch.no_grad()
@@ -38,75 +36,72 @@ def features_of(network: Network, images: Tensor, label: str = "") -> Tensor:
     if pooled is None:
         pieces = torch.split(images, at_once(network.spec, 512))
         return torch.cat([network.features(network.prepare(piece.to(device))).float() for piece in pieces])
-    found: Tensor = network.projector(pooled.to(device))
-    return found
+    size = at_once(network.spec, 512) if isinstance(network.backbone, Tuned) else max(1, len(pooled))
+    return torch.cat([beyond(network, piece.to(device)) for piece in torch.split(pooled, size)])
+
+
+def beyond(network: Network, pooled: Tensor) -> Tensor:
+    """The network's features ``[N, d]`` from what :func:`pooled_of` gave."""
+    seen = network.backbone.tail(pooled) if isinstance(network.backbone, Tuned) else pooled
+    return network.projector(seen)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def pooled_of(network: Network, images: Tensor, label: str = "") -> Tensor | None:
-    """What the network's frozen backbone makes of images: float32 ``[N, dim]`` on the host, from the cache or computed
-    and kept there. None where the network has no frozen backbone."""
-    if network.spec.backbone is None:
+    """What the frozen part of the network's backbone makes of images: float32 ``[N, dim]``, or ``[N, channels, height,
+    width]`` before a tuned stage, on the host, from the cache or computed and kept there. None where there is no such
+    part, or it makes too much of them."""
+    if network.spec.backbone is None or not network.spec.backbone.keeps:
         return None
-    key = _key(network, images)
-    path = writable(root_of(None)) / "features" / f"{key}.npy"
-    shape = (len(images), network.spec.backbone.dim)
-    with suppress(OSError, ValueError):
-        kept = np.load(path, allow_pickle=False)
-        if kept.shape == shape and kept.dtype == np.float32:
-            return torch.from_numpy(kept)
-    made = _computed(network, images, label)
-    buffer = io.BytesIO()
-    np.save(buffer, made.numpy(), allow_pickle=False)
-    with suppress(BadInput):  # a cache that cannot be written only costs the time of computing again
-        write_bytes(path, buffer.getvalue())
-    return made
-
-
-def _key(network: Network, images: Tensor) -> str:
-    backbone = network.spec.backbone
-    assert backbone is not None
-    pixels = hashlib.sha256(images.cpu().contiguous().numpy().data).hexdigest()
-    mean, std = (v.tolist() for v in network.statistics("cpu"))
-    # A GPU rounds otherwise, so that its features are other bytes; which of its kind it is matters less.
-    where = next(network.parameters()).device.type
-    facts = [FORMAT, backbone.model_dump(mode="json"), mean, std, list(images.shape), str(images.dtype), pixels, where]
-    return digest(facts, 32)
-
-
-def _computed(network: Network, images: Tensor, label: str) -> Tensor:
+    frozen: nn.Module = network.backbone
+    shape: tuple[int, ...] = (network.spec.backbone.dim,)
+    if isinstance(network.backbone, Tuned):
+        frozen = network.backbone.frozen
+        shape = shape_through(frozen, network.spec)
+        if (size := 4 * len(images) * math.prod(shape)) > MOST:
+            log.info("what the backbone makes of %d images takes %s bytes and is not kept", len(images), f"{size:,}")
+            return None
     device = next(network.parameters()).device
-    started = spoken = time.perf_counter()
-    size = at_once(network.spec, PIECE)
-    made, done = torch.empty(len(images), network.backbone.named.backbone.dim), 0  # type: ignore[union-attr, arg-type]
-    for piece in torch.split(images, size):
-        made[done : done + len(piece)] = network.backbone(network.prepare(piece.to(device))).cpu()
-        done += len(piece)
-        if (now := time.perf_counter()) - spoken > SPEAK_SECONDS and done < len(images):
-            spoken, left = now, (now - started) / done * (len(images) - done)
-            of = f"features of {label}" if label else "features"
-            log.info("%s: %d of %d images, about %.0f s left", of, done, len(images), left)
-    if not bool(made.isfinite().all()):
-        bad = int((~made.isfinite().all(1)).nonzero()[0, 0])
-        raise BadInput(
-            f"the backbone {network.spec.name} gives numbers that are not finite for image {bad}"
-            f"{f' of {label}' if label else ''}; look at that image, or choose another backbone"
-        )
-    return made
+    mean, std = (v.tolist() for v in network.statistics("cpu"))
+    # A GPU rounds otherwise, so that its features are other numbers; which of its kind it is matters less.
+    family = [network.spec.backbone.model_dump(mode="json"), mean, std, device.type]
+
+    def look(piece: Tensor) -> Tensor:
+        seen: Tensor = frozen(network.prepare(piece.to(device)))
+        return seen.cpu()
+
+    piece = at_once(network.spec, PIECE if device.type == "cpu" else MANY)
+    return rows_of(family, images, look, shape, piece, label)
 
 
 class OverFeatures(Network):
-    """A network's projector and head alone, to be trained over features that its frozen backbone gave before. The
-    layers are the network's own, so what they learn is learned there too; "images" here are features ``[N, 1, 1,
-    dim]``."""
+    """A network's own layers alone, to be trained over what the frozen part of its backbone gave before. The layers are
+    the network's, so what they learn is learned there too. "Images" here are features ``[N, 1, 1, dim]``, or, before a
+    tuned stage that takes maps (not ``flat``), those: ``[N, height, width, channels]``."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, flat: bool = True) -> None:
         nn.Module.__init__(self)
         self.spec, self.feature_dim, self.identity = network.spec, network.feature_dim, ""
-        self.backbone, self.projector, self.head = nn.Flatten(), network.projector, network.head
+        start = nn.Flatten() if flat else nn.Identity()
+        self.backbone = Tuned(start, network.backbone.tail) if isinstance(network.backbone, Tuned) else start
+        self.projector, self.head = network.projector, network.head
 
     def prepare(self, images: Tensor) -> Tensor:
         return images.permute(0, 3, 1, 2)
 
     def statistics(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, device=device), torch.ones(1, device=device)
+
+
+def looked_at(network: Network, parts: tuple[Part, ...], label: str) -> tuple[Network, tuple[Part, ...]]:
+    """What is left to train of a network, and parts of a site's data with what the frozen part of its backbone makes of
+    images in their place: an epoch then costs no more than what learns. Both as they are where nothing is kept."""
+    seen: list[Part] = []
+    flat = False
+    for part in parts:
+        pooled = pooled_of(network, part.images, label)
+        if pooled is None:
+            return network, parts
+        flat = pooled.ndim == 2
+        seen.append(Part((pooled[:, :, None, None] if flat else pooled).permute(0, 2, 3, 1), part.labels))
+    return OverFeatures(network, flat), tuple(seen)

@@ -72,13 +72,17 @@ class Same(nn.Conv2d):
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def bordered(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """The picture with the border that has an odd side, and the even border that is left to the convolution."""
         kernel, stride = self.kernel_size[0], self.stride[0]
         tall, wide = (max((math.ceil(n / stride) - 1) * stride + kernel - n, 0) for n in x.shape[-2:])
         if tall % 2 or wide % 2:
             x = F.pad(x, (wide // 2, wide - wide // 2, tall // 2, tall - tall // 2))
             tall = wide = 0
-        around = (tall // 2, wide // 2)
+        return x, (tall // 2, wide // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, around = self.bordered(x)
         return F.conv2d(x, self.weight, self.bias, self.stride, around, self.dilation, self.groups)
 
 
@@ -87,7 +91,7 @@ def _norm(width: int) -> nn.BatchNorm2d:
 
 
 def _clipped(x: Tensor) -> Tensor:
-    return F.relu6(x, inplace=True)
+    return F.relu6(x, inplace=not x.requires_grad)  # where something is trained, hooks may look at the layer before
 
 
 class Block(nn.Module):
@@ -106,6 +110,17 @@ class Block(nn.Module):
         y = _clipped(self.bn0(self.expand_conv(x))) if self.expands else x
         y = self.bn2(self.project_conv(_clipped(self.bn1(self.depthwise_conv(y)))))
         return torch.add(y, x) if self.adds else y
+
+
+class Filtered(nn.Module):
+    """A convolution, its BatchNorm, ReLU6."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm = conv, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _clipped(self.norm(self.conv(x)))
 
 
 class EfficientNetLite(nn.Module):
@@ -131,6 +146,13 @@ class EfficientNetLite(nn.Module):
             x = block(x)
         x = _clipped(self.bn1(self.conv_head(x)))
         return F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+    def pieces(self) -> list[tuple[str, nn.Module]]:
+        """Itself as modules one after another; ``last`` are the last stage, one block, and the convolution after it."""
+        blocks = [(f"block{place}", block) for place, block in enumerate(self.blocks[:-1])]
+        last = nn.Sequential(self.blocks[-1], Filtered(self.conv_head, self.bn1))
+        ends = [("average", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten())]
+        return [("stem", Filtered(self.conv_stem, self.bn0)), *blocks, ("last", last), *ends]
 
     def folded(self) -> EfficientNetLite:
         """Itself with every BatchNorm worked into the convolution before it, for a network that only answers: half the

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from flyby import rng
 from flyby.errors import BadInput, unknown
-from flyby.models.backbones import Backbone, Frozen, Named, check_name, is_name
+from flyby.models.backbones import Backbone, Named, check_name, is_name
 from flyby.models.heads import HEADS, Head, uniform_fan_in
 from flyby.models.networks import ARCHITECTURES
+from flyby.models.tune import Tuned, standing_on
 from flyby.settings import Grown, complaint
 
 MAX_WIDTH = 65_536
@@ -49,10 +50,10 @@ class ModelSpec(Grown):
     ``mean`` and ``std`` are per channel. Of ``pixels`` that are uint8 they are in 0..1 units, and constants on purpose,
     0.5 and 0.25 where empty: sites share no statistics. Tiles of float32 are in units of their own, and so are their
     ``mean`` and ``std``, 0 and 1 where empty. ``logit_scale`` puts a learnable factor on a prototype head's logits;
-    ``projector`` puts linear layers of these widths, with ReLUs between, after the backbone. With a frozen ``backbone``
+    ``projector`` puts linear layers of these widths, with ReLUs between, after the backbone. With a ``backbone``
     the name is that of the backbone, its own normalisation holds where no other is given, and images of any ``size``
-    are resized for it; only what stands after it is part of the state. Whatever is wrong is a :class:`BadInput` of one
-    sentence.
+    are resized for it; only what stands after it and what is tuned of it is part of the state. Whatever is wrong is a
+    :class:`BadInput` of one sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -125,6 +126,8 @@ class ModelSpec(Grown):
             raise BadInput(
                 f"the backbone of the model spec has not one mean and std for each of its {backbone.channels} channels"
             )
+        if (backbone.tune == "lora") != (backbone.rank > 0):
+            raise BadInput("the model spec's backbone has a rank exactly where it is tuned by lora; give model.rank=4")
 
     def _check_architecture(self) -> None:
         if self.name not in ARCHITECTURES and is_name(self.name):
@@ -187,6 +190,10 @@ class ModelSpec(Grown):
         """How many learnable numbers the network has."""
         return _outline(self)[1]
 
+    def feature_dim(self) -> int:
+        """How many numbers the head is given for an image."""
+        return _outline(self)[2]
+
     def statistics(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel (of bytes, in 0..1 units), as float32 ``[C]`` on a device;
         shared, so not to be changed."""
@@ -235,7 +242,7 @@ class Network(nn.Module):
         if spec.backbone is not None:
             (mean,), (std,) = spec.backbone.statistics(1)
             grey = None if spec.mean or spec.std else (mean, std)
-            self.backbone, self.feature_dim = Frozen(Named(spec.name, spec.backbone), grey), spec.backbone.dim
+            self.backbone, self.feature_dim = standing_on(Named(spec.name, spec.backbone), grey), spec.backbone.dim
         else:
             self.backbone, self.feature_dim = ARCHITECTURES[spec.name].build(spec, spec.layer_widths())
         self.projector = nn.Sequential()
@@ -267,9 +274,16 @@ class Network(nn.Module):
         return self.head(self.features(x))  # type: ignore[no-any-return]
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Set every parameter and buffer, in module order, from this generator alone."""
+        """Set every parameter and buffer, in module order, from this generator alone; what is tuned of a backbone
+        starts as it is there."""
         fan_out = self.spec.backbone is None and ARCHITECTURES[self.spec.name].fan_out
+        known: set[nn.Module] = set()
+        if isinstance(self.backbone, Tuned):
+            self.backbone.start()
+            known = set(self.backbone.modules())
         for module in self.modules():
+            if module in known:
+                continue
             if isinstance(module, Head):
                 module.initialise(generator)
             elif isinstance(module, nn.BatchNorm2d):
@@ -283,10 +297,10 @@ class Network(nn.Module):
 
 
 @functools.lru_cache(maxsize=256)
-def _outline(spec: ModelSpec) -> tuple[Shapes, int]:
+def _outline(spec: ModelSpec) -> tuple[Shapes, int, int]:
     network = spec.skeleton()
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in network.state_dict().items()}
-    return shapes, sum(math.prod(p.shape) for p in network.parameters())
+    return shapes, sum(math.prod(p.shape) for p in network.parameters()), network.feature_dim
 
 
 @functools.lru_cache(maxsize=64)

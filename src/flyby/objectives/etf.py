@@ -37,7 +37,7 @@ class BalancedEtf(Supervised):
 
     @classmethod
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
-        if spec.backbone is not None and not spec.projector:
+        if spec.backbone is not None and spec.backbone.tune == "head" and not spec.projector:
             raise BadInput(
                 "a fixed classifier on a frozen backbone has nothing to learn; put a layer between them with --set"
                 " model.projector=[128]"

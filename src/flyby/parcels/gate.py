@@ -34,10 +34,11 @@ from flyby import files
 from flyby.data.site import Part
 from flyby.errors import BadInput
 from flyby.models.cost import cost_of
+from flyby.models.shelf import IN_MEMORY
 from flyby.models.spec import ModelSpec
 from flyby.names import printable
 from flyby.parcels import container, parcel, plausible, signing
-from flyby.parcels.inbox import unlike
+from flyby.parcels.inbox import other_classes, unlike
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Manifest, Parcel
 from flyby.parcels.plausible import Policy
@@ -78,8 +79,8 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Admitted:
-    """A parcel that passed alone: where it is and what is known of it, without its tensors. ``signer`` is a
-    fingerprint."""
+    """A parcel that passed alone: where it is and what is known of it. ``signer`` is a fingerprint. ``item`` is the
+    parcel as it was read, with its tensors, while all that wait are small together."""
 
     source: Path | Parcel
     manifest: Manifest
@@ -87,10 +88,16 @@ class Admitted:
     digest: str
     signer: str | None
     norms: plausible.Norms = field(repr=False)
+    item: Parcel | None = field(default=None, repr=False)
 
     @property
     def label(self) -> str:
         return _label(self.source)
+
+    @property
+    def usable(self) -> Path | Parcel:
+        """What an inbox takes: what was read, or else where it can be read again."""
+        return self.item or self.source
 
 
 class Gate:
@@ -123,6 +130,8 @@ class Gate:
         self._earlier = {c.sender: c.digest for c in earlier.crossings} if earlier is not None else {}
         self._reads = frozenset({"weights"})  # what the rule, if there is one, looks at in a parcel
         self._waiting: dict[str, Admitted] = {}
+        self._senders: set[str] = set()  # of those that wait, and what they take on disk and in memory
+        self._bytes = self._memory = 0
         self._refused: dict[str, Refusal] = {}
 
     @property
@@ -163,7 +172,11 @@ class Gate:
             self._refuse(source, manifest, error)
             raise
         signer = None if public is None else signing.fingerprint(public)
-        self._waiting[_key(source)] = Admitted(source, manifest, size, digest, signer, norms)
+        memory = parcel.decoded_bytes(manifest)
+        kept = item if isinstance(source, Path) and self._memory + memory <= IN_MEMORY // 2 else None
+        self._waiting[_key(source)] = Admitted(source, manifest, size, digest, signer, norms, kept)
+        self._senders.add(sender)
+        self._bytes, self._memory = self._bytes + size, self._memory + memory
         return item
 
     def try_check(self, source: Path | Parcel) -> Parcel | None:
@@ -175,8 +188,15 @@ class Gate:
 
     def forget(self, source: Path | Parcel) -> None:
         """As if this file had never come: it is gone, or will be checked anew."""
-        self._waiting.pop(_key(source), None)
+        self._leaves(_key(source))
         self._refused.pop(_key(source), None)
+
+    def _leaves(self, key: str) -> Admitted | None:
+        one = self._waiting.pop(key, None)
+        if one is not None:
+            self._senders.remove(one.manifest.sender)
+            self._bytes, self._memory = self._bytes - one.bytes, self._memory - parcel.decoded_bytes(one.manifest)
+        return one
 
     def _room(self, source: Path | Parcel) -> int:
         label, policy = _label(source), self.policy
@@ -195,7 +215,7 @@ class Gate:
                 f"{label} is one more than the {policy.max_parcels} parcels that are taken; raise --max-parcels, or use"
                 " what is there"
             )
-        if sum(one.bytes for one in self._waiting.values()) + size > policy.max_total:
+        if self._bytes + size > policy.max_total:
             raise BadInput(
                 f"with {label} the parcels would have more than {policy.max_total} bytes together; raise --max-total,"
                 " or use what is there"
@@ -206,7 +226,7 @@ class Gate:
         sender = manifest.sender
         if sender == self.receiver:
             raise BadInput(f"{label} says that it comes from {sender}, which is this receiver's own name; leave it out")
-        if any(one.manifest.sender == sender for one in self._waiting.values()):
+        if sender in self._senders:
             raise BadInput(
                 f"{label} is refused because two parcels come from {sender!r}; each participant sends exactly one"
             )
@@ -300,7 +320,8 @@ class Gate:
                 )
 
     def _drop(self, key: str, stage: str, reason: str) -> None:
-        one = self._waiting.pop(key)
+        one = self._leaves(key)
+        assert one is not None
         self._refuse(one.source, one.manifest, Refused(reason, stage))
 
     def _fit(self, like: Manifest | None, rule: str | None) -> None:
@@ -310,16 +331,14 @@ class Gate:
         for key, one in list(self._waiting.items()):
             m = one.manifest
             if m.class_names != first.class_names:
-                self._drop(
-                    key,
-                    "fit",
-                    f"{m.sender} and {first.sender} name different classes; parcels can only be used over the same"
-                    " classes",
-                )
+                self._drop(key, "fit", other_classes(m, first))
             elif _form(m) != _form(first):
                 sizes = [f"{spec.size[0]}x{spec.size[1]}x{spec.channels}" for spec in (m.spec, first.spec)]
                 self._drop(
-                    key, "fit", f"{m.sender} takes {sizes[0]} images, {first.sender} {sizes[1]}; they cannot be fused"
+                    key,
+                    "fit",
+                    f"{m.sender} takes {sizes[0]} images, {first.sender} {sizes[1]}; they cannot be fused, so train all"
+                    " sites with one --size",
                 )
             elif (need := cost_of(m.spec).activations) > (most := self._dearest(first.spec)):
                 self._drop(
@@ -396,7 +415,7 @@ class Gate:
         counts, classes, sizes = one.manifest.counts, one.manifest.spec.classes, dict[str, float]()
         try:
             with _stage("answers"):
-                item = (
+                item = one.item or (
                     one.source
                     if isinstance(one.source, Parcel)
                     else parcel.read(one.source, max_bytes=self.policy.max_bytes)
@@ -528,9 +547,7 @@ def _head(source: Path | Parcel) -> tuple[bytes, bytes, Manifest]:
     """(manifest as text, signature block, manifest): what can be known before a tensor is read."""
     if isinstance(source, Parcel):
         return source.manifest.to_bytes(), source.signature, source.manifest
-    with container.opened(source) as (file, size):
-        start = container.read_start(file, size, str(source))
-    return start.manifest, start.signature, parcel.read_manifest(source)
+    return parcel.read_start(source)
 
 
 def _content(source: Path | Parcel, text: bytes, block: bytes, max_bytes: int) -> Parcel:

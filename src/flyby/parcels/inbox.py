@@ -90,10 +90,7 @@ class Inbox:
                 raise BadInput(f"two parcels come from {m.sender!r}; each participant sends exactly one")
             seen.add(m.sender)
             if m.class_names != first.class_names:
-                raise BadInput(
-                    f"{m.sender} and {first.sender} name different classes; parcels can only be fused over the same"
-                    " classes"
-                )
+                raise BadInput(other_classes(m, first))
             takes, wanted = ((one.spec.size, one.spec.channels, one.spec.pixels) for one in (m, first))
             if takes != wanted:
                 raise BadInput(
@@ -110,12 +107,22 @@ class Inbox:
 
     def same_features(self, rule: str) -> None:
         """Refuse features of different widths, for rules that add features up (heads and architectures may differ)."""
-        dims = {m.spec.skeleton().feature_dim: m.sender for m in self.manifests}
+        dims = {m.spec.feature_dim(): m.sender for m in self.manifests}
         if len(dims) > 1:
             (a, one), (b, other) = list(dims.items())[:2]
             raise BadInput(
                 f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts"
             )
+
+
+def other_classes(one: Manifest, other: Manifest) -> str:
+    """Why parcels over different classes cannot be used together, which class it is, and what to do."""
+    differ = sorted(set(one.class_names) ^ set(other.class_names))
+    named = f"{differ[0]} is known to one of them" if differ else "the same ones in another order"
+    return (
+        f"{one.sender} and {other.sender} name different classes ({named}); parcels can only be used over the same"
+        " classes, so give each site a class folder for every class, an empty one where it has no images"
+    )
 
 
 def unlike(rule: str, one: Manifest, other: Manifest) -> str:
@@ -127,8 +134,8 @@ def unlike(rule: str, one: Manifest, other: Manifest) -> str:
         )
     if one.spec.backbone != other.spec.backbone:
         return (
-            f"{rule} needs one backbone, and those of {one.sender} and {other.sender} have different weights or image"
-            " sizes; train all sites with the same --backbone and --backbone-size"
+            f"{rule} needs one backbone, and those of {one.sender} and {other.sender} have different weights, image"
+            " sizes or tuned parts; train all sites with the same --backbone, --backbone-size and --tune"
         )
     sent = f"{one.sender} sent {one.spec.name} and {other.sender} {other.spec.name} (or other widths or head)"
     return f"{rule} needs one architecture, but {sent}; use ensemble"

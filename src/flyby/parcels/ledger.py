@@ -50,6 +50,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._crossings: dict[tuple[str, str, int], Crossing] = {}
+        self._origins: dict[tuple[str, str], str] = {}  # (weights, receiver) -> who sent them first
 
     @property
     def crossings(self) -> list[Crossing]:
@@ -103,11 +104,12 @@ class Ledger:
                 " under another name counts once"
             )
         self._crossings[crossing.sender, crossing.receiver, times] = crossing
+        if crossing.weights is not None:
+            self._origins[crossing.weights, crossing.receiver] = crossing.sender
 
     def origin(self, weights: str | None, receiver: str) -> str | None:
         """Who has sent this very model to ``receiver``, under whatever name."""
-        known = (c for c in self._crossings.values() if c.receiver == receiver and c.weights is not None)
-        return next((c.sender for c in known if c.weights == weights), None)
+        return None if weights is None else self._origins.get((weights, receiver))
 
     def has(self, sender: str, receiver: str) -> bool:
         return self.times(sender, receiver) > 0

@@ -68,6 +68,8 @@ __all__ = [
 
 EXTRA = "extra::"
 MAX_TENSORS = 1 << 14
+PARSED, SMALL = 512, 16 << 10  # manifests that are known for a while, and the bytes of text of the longest one
+_PARSED: dict[bytes, Manifest] = {}
 
 
 class TensorInfo(BaseModel):
@@ -297,8 +299,14 @@ def read(path: Path | str, *, max_bytes: int = MAX_BYTES) -> Parcel:
 def read_manifest(path: Path | str) -> Manifest:
     """The manifest alone, without reading a tensor. The size of the file, the manifest and the payload's header are
     checked."""
+    return read_start(path)[2]
+
+
+def read_start(path: Path | str) -> tuple[bytes, bytes, Manifest]:
+    """(manifest as text, signature block, manifest), all from one reading and checked as :func:`read_manifest` does."""
     with container.opened(path) as (file, size):
-        return _read_head(file, size, str(path))[0]
+        start, manifest, _ = _read_head(file, size, str(path))
+    return start.manifest, start.signature, manifest
 
 
 def decoded_bytes(manifest: Manifest) -> int:
@@ -368,7 +376,7 @@ def _chunks(parcel: Parcel) -> Iterator[bytes | memoryview]:
 
 
 def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Parcel:
-    manifest, signature, entries = _read_head(file, size, label, max_bytes)
+    start, manifest, entries = _read_head(file, size, label, max_bytes)
     shapes = _shapes(label, manifest.spec)
     _check_stored(label, manifest, shapes)
     decoded = _weight_bytes(shapes)
@@ -382,14 +390,14 @@ def _read(file: io.BufferedIOBase, size: int, label: str, max_bytes: int) -> Par
         for name, entry in entries.items()
     }
     extras = {name: stored.pop(EXTRA + name) for name in manifest.extras}
-    return Parcel(manifest, _decode(label, manifest.codec, shapes, stored), extras, signature)
+    return Parcel(manifest, _decode(label, manifest.codec, shapes, stored), extras, start.signature)
 
 
 def _read_head(
     file: io.BufferedIOBase, size: int, label: str, max_bytes: int | None = None
-) -> tuple[Manifest, bytes, dict[str, Span]]:
-    """Everything before the first tensor: the manifest, the signature, and a table of tensors that agrees with the
-    manifest."""
+) -> tuple[container.Start, Manifest, dict[str, Span]]:
+    """Everything before the first tensor: as it stands there, the manifest, and a table of tensors that agrees with
+    it."""
     start = container.read_start(file, size, label, max_bytes)
     manifest = _parse_manifest(label, start.manifest)
     entries = container.read_table(file, start.payload_length, label, hashlib.sha256(start.manifest).hexdigest())
@@ -400,10 +408,13 @@ def _read_head(
         raise Corrupt(
             f"{label}: its manifest says {promised.get(name)} of tensor {name!r} and its payload {found.get(name)}"
         )
-    return manifest, start.signature, entries
+    return start, manifest, entries
 
 
 def _parse_manifest(label: str, text: bytes, ours: bool = False) -> Manifest:
+    """A gate, an inbox and a rule each read a parcel, so what was parsed once is known for a while."""
+    if not ours and text in _PARSED:
+        return _PARSED[text]
     with container.blame(f"{label}: its manifest cannot be used", Corrupt):
         if len(text) > container.MAX_JSON:
             raise TooLarge(
@@ -423,6 +434,10 @@ def _parse_manifest(label: str, text: bytes, ours: bool = False) -> Manifest:
             raise BadInput(str(error)) from None
         if not canonical:
             raise BadInput("it is not canonical JSON; write parcels with flyby.parcels.parcel.write")
+    if len(text) <= SMALL:
+        while len(_PARSED) >= PARSED:
+            _PARSED.pop(next(iter(_PARSED)), None)
+        _PARSED[text] = manifest
     return manifest
 
 

@@ -11,8 +11,11 @@ from torch import Tensor
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Single, load_predictor
 from flyby.models import ModelSpec
-from flyby.models.backbones import Named, is_name, keep, known
+from flyby.models.backbones import Backbone, Named, Tune, is_name, keep, known
 from flyby.models.lite import LITE
+from flyby.settings import build
+
+RANK = 4
 
 
 def backbone_at(text: str, size: int | None = None) -> Named:
@@ -35,6 +38,14 @@ def backbone_at(text: str, size: int | None = None) -> Named:
     return own(predictor.specs[0], predictor.networks[0].state_dict(), size)
 
 
+def tuned(backbone: Backbone, tune: Tune | None, rank: int | None) -> Backbone:
+    """The same backbone, of which something is trained too."""
+    if rank is not None and tune != "lora":
+        raise BadInput("model.rank belongs to --tune lora; choose that, or leave the rank out")
+    words = {"tune": tune or "head", "rank": (rank or RANK) if tune == "lora" else 0}
+    return build(Backbone, {**dict(backbone), **words}, "backbone")
+
+
 def own(spec: ModelSpec, state: dict[str, Tensor], size: int | None = None) -> Named:
     """A network of flyby's as backbone, from its spec and state dict."""
     if spec.backbone is not None:
@@ -49,7 +60,7 @@ def own(spec: ModelSpec, state: dict[str, Tensor], size: int | None = None) -> N
         "stem": spec.stem,
         "widths": spec.layer_widths(),
         "projector": list(spec.projector),
-        "dim": spec.skeleton().feature_dim,
+        "dim": spec.feature_dim(),
         "channels": spec.channels,
         "size": list(spec.size),
         "mean": mean.tolist(),

@@ -19,10 +19,11 @@ from flyby.errors import BadInput, unknown
 from flyby.fusion import FUSIONS, Fusion
 from flyby.meeting.settings import FleetSettings
 from flyby.models import ModelSpec
+from flyby.models.backbones import Tune
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
 from flyby.parcels.codecs import CODECS
 from flyby.runs.attacks import AttackSettings
-from flyby.runs.backbones import backbone_at
+from flyby.runs.backbones import backbone_at, tuned
 from flyby.runs.methods import METHODS, Method, check_pair
 from flyby.settings import Grown, build, parse_assignment
 from flyby.training.recipe import Recipe, check_epochs
@@ -33,7 +34,7 @@ class ModelSettings(Grown):
     """The network; sizes, channels and classes come from the data, the head from the objective."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    later = frozenset({"backbone", "backbone_size"})
+    later = frozenset({"backbone", "backbone_size", "tune", "rank"})
 
     name: str | None = None
     width: float = 1.0
@@ -42,11 +43,16 @@ class ModelSettings(Grown):
         description="of a resnet or mobilenetv2; imagenet for images of 96 pixels and more, where none is asked for",
     )
     backbone: str | None = Field(
-        None, description="a frozen one to put the head on: efficientnet-lite0|1|2, timm:NAME, hf:NAME, or a path"
+        None, description="one to put the head on: efficientnet-lite0|1|2, timm:NAME, hf:NAME, or a path"
     )
     backbone_size: int | None = Field(
         None, ge=8, le=4096, description="pixels a side that images get for the backbone; fewer are faster"
     )
+    tune: Tune | None = Field(
+        None,
+        description="what of the backbone is trained and sent beside the head: last, all or lora; default: head, none",
+    )
+    rank: int | None = Field(None, ge=1, description="of the matrices of tune: lora; default: 4")
     projector: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -187,15 +193,20 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
     data = bundle.train
-    spec = _spec(config.model, data)
+    spec = _spec(config.model, data, objective.trains)
     if fusion is not None:
         fusion.check_pixels(spec)
-    train = build(TrainSettings, {**objective.defaults(settings), **method.train, **config.train}, "train")
+    defaults = objective.defaults(settings) | method.train
+    if spec.backbone is not None and spec.backbone.tune != "head" and "dp_epsilon" not in config.train:
+        defaults = {"clip": 1.0, **defaults}  # a head that has learned nothing yet tears at what has
+    train = build(TrainSettings, {**defaults, **config.train}, "train")
     if not objective.trains:  # epochs may have been asked for: one command can compare it with methods that train
         train = train.model_copy(update={"epochs": 0})
     views = objective.views(data.size, bundle.mirror)
-    views = views if spec.backbone is None else views.stilled()
+    views = views.stilled() if spec.backbone is not None and spec.backbone.keeps else views
     views = build(type(views), {**views.model_dump(), **config.views}, "views")
+    # Private sums tell noisy counts: nobody need ask for them.
+    blurred = train.dp_epsilon is not None and not objective.trains and "counts" not in config.model_fields_set
     recipe = Recipe(
         spec=objective.adapt_spec(spec, settings),
         objective=objective.name,
@@ -204,16 +215,17 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
         views=views,
         seed=config.seed,
         codec=config.codec,
-        counts=config.counts,
+        counts="noisy" if blurred else config.counts,
         epsilon=config.epsilon,
     )
     recipe.spec.skeleton()
     return Plan(config, recipe, fusion)
 
 
-def _spec(asked: ModelSettings, data: Dataset) -> ModelSpec:
-    """The network for these images: the architecture that was asked for or one that fits, or a frozen backbone."""
-    shape = asked.model_dump(exclude={"name", "backbone", "backbone_size"})
+def _spec(asked: ModelSettings, data: Dataset, trains: bool) -> ModelSpec:
+    """The network for these images: the architecture that was asked for or one that fits, or one on a backbone."""
+    of_backbone = {"backbone", "backbone_size", "tune", "rank"}
+    shape = asked.model_dump(exclude={"name", *of_backbone})
     shape |= {"classes": data.classes, "size": data.size, "channels": data.channels, "pixels": data.pixels}
     if asked.backbone is not None:
         for name in ("name", "width", "stem"):
@@ -222,9 +234,12 @@ def _spec(asked: ModelSettings, data: Dataset) -> ModelSpec:
                     f"a backbone comes whole, without model.{name}; --set model.projector=[256] puts layers after it"
                 )
         found = backbone_at(asked.backbone, asked.backbone_size)
-        return ModelSpec(**shape, name=found.name, backbone=found.backbone)
-    if asked.backbone_size is not None:
-        raise BadInput("model.backbone_size belongs to a backbone; name one with --backbone, or leave it out")
+        # Where nothing is trained, tuning may have been asked for too: of the methods that it is compared with.
+        backbone = tuned(found.backbone, asked.tune, asked.rank) if trains else found.backbone
+        return ModelSpec(**shape, name=found.name, backbone=backbone)
+    for name in sorted(of_backbone):
+        if getattr(asked, name) is not None:
+            raise BadInput(f"model.{name} belongs to a backbone; name one with --backbone, or leave it out")
     if "stem" not in asked.model_fields_set and min(data.size) >= 96:
         shape["stem"] = "imagenet"
     return ModelSpec(**shape, name=asked.name or ("cnn-small" if min(data.size) < 24 else "resnet18"))

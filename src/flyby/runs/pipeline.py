@@ -25,6 +25,8 @@ from flyby.engines.processes import workers_peak_mb
 from flyby.errors import BadInput
 from flyby.files import write_json
 from flyby.fusion.base import Server
+from flyby.fusion.closed.base import ClosedForm
+from flyby.fusion.closed.kept import write_kept
 from flyby.fusion.predictor import save_predictor
 from flyby.machine import hardware, peak_memory_mb, pick_device, versions
 from flyby.meeting.measure import per_class
@@ -180,6 +182,8 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
         if opened.options.keep:
             card = {"method": config.method, "fusion": rule.name, "sites": len(sent)}
             save_predictor(predictor, run.model, card, export=False)
+            if isinstance(rule, ClosedForm):
+                write_kept(run.model, let_in, rule)  # so that a site can be added to it or taken out of it
     opened.mark("fuse")
     judge = Judge(bundle, split, device)
     found = judge.judged(predictor, sent, config.locals) | found

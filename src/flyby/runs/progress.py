@@ -9,6 +9,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from flyby.data.cache import bars
 from flyby.training.loop import Row
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class Progress:
         self._task: Any = None
 
     def __enter__(self) -> Progress:
-        if not self.quiet and self.total and sys.stderr.isatty():
+        if not self.quiet and self.total and sys.stderr.isatty() and not bars:
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
@@ -39,6 +40,7 @@ class Progress:
                 transient=True,
             )
             self._bar.start()
+            bars.append(self.title)
             self._task = self._bar.add_task(self.title, total=self.total, note="")
         return self
 
@@ -47,6 +49,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+            bars.remove(self.title)
 
     def on_epoch(self, row: Row) -> None:
         self.done += 1

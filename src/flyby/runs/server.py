@@ -22,6 +22,7 @@ from flyby.fusion import FUSIONS, Fusion
 from flyby.fusion.base import Server
 from flyby.fusion.closed.base import ClosedForm
 from flyby.fusion.closed.kept import read_kept, region_of, write_kept
+from flyby.fusion.closed.masked import MASKED, unmasked
 from flyby.fusion.evaluation import scores_of
 from flyby.fusion.predictor import Predictor, check_replaceable, load_predictor, model_folder, save_predictor
 from flyby.machine import pick_device
@@ -30,11 +31,13 @@ from flyby.parcels import parcel, plausible
 from flyby.parcels.gate import Gate, Refused, remember
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
+from flyby.parcels.masks import Revealed, read_as
 from flyby.parcels.parcel import Manifest
 from flyby.runs.config import RunConfig
 from flyby.runs.methods import rule_for, settings_for
 from flyby.settings import build, parse_assignment
 from flyby.statistics.catalogue import examined
+from flyby.statistics.masked_sums import is_masked
 
 SERVER = "server"
 
@@ -114,7 +117,8 @@ class Order:
     """What a real server was asked to make: the rule (None: that of the parcels' own method) and its settings, and what
     it may use. ``min_sites`` parcels are enough where some are refused; without it one refusal ends the work.
     ``validation`` names labelled images to judge parcels and the fused model by; one that is no better than chance is
-    published only with ``keep_bad``."""
+    published only with ``keep_bad``. ``revealed`` are files of seeds towards sites of a masked round that did not
+    send."""
 
     out: Path
     rule: str | None = None
@@ -126,6 +130,7 @@ class Order:
     export: bool = True
     device: str = "auto"
     keep_bad: bool = False
+    revealed: Sequence[Path] = ()
 
     def check(self) -> None:
         """All that can be wrong before any parcel is there: nobody waits for hours to hear of a misspelt word."""
@@ -191,9 +196,11 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
 
 
 def _bring(paths: Sequence[Path], gate: Gate) -> None:
-    for place, path in enumerate(paths):
-        if path in paths[:place]:
+    seen: set[Path] = set()
+    for path in paths:
+        if path in seen:
             raise BadInput(f"{path} is named twice; each participant sends exactly one parcel")
+        seen.add(path)
         gate.try_check(path)
 
 
@@ -215,18 +222,40 @@ def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
     fusion = rule_named(order.rule or rule_for(methods), order.assignments, methods)
     images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
     judges = _judges(order.validation, typical) if order.validation else None
+    inbox = _let_in(gate, fusion, order, judges, typical if judges else None)
+    predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
+    verdict = None
+    if judges:
+        best = max((one.manifest.sender for one in gate.waiting), key=gate.accuracies.__getitem__)
+        alone = gate.accuracies[best]
+        verdict = _verdict(predictor, inbox, judges, order, gate, (f"{best} alone", "best_site", alone))
+        verdict["best_site"] = best
+    return Fused(predictor, inbox, fusion, verdict)
+
+
+def _let_in(gate: Gate, rule: Fusion, order: Order, judges: Part | None = None, like: Manifest | None = None) -> Inbox:
+    """What waits at the gate, settled, as the rule may use it: masked parcels as the one of their sum."""
+    hidden = [is_masked(one.manifest) for one in gate.waiting] if isinstance(rule, ClosedForm) else []
+    if any(hidden) and not all(hidden):
+        raise BadInput(
+            "some parcels are masked and some are not; add up the masked ones first: flyby fuse --partial ROUND.parcel,"
+            " then fuse what it writes with the others"
+        )
+    needs = frozenset({MASKED.name}) if any(hidden) else rule.needs
     gate.settle(
         judges,
-        device,
-        like=typical if judges else None,
-        rule=None if fusion.heterogeneous else fusion.name,
-        needs=fusion.needs,
-        beside=partial(examined, used=fusion.needs),
+        pick_device(order.device),
+        like=like,
+        rule=None if rule.heterogeneous else rule.name,
+        needs=needs,
+        beside=partial(examined, used=needs),
     )
     _enough(gate, order.min_sites)
-    inbox = Inbox(one.source for one in gate.waiting)
-    predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
-    return Fused(predictor, inbox, fusion, _verdict(predictor, gate, judges, order) if judges else None)
+    inbox = Inbox(one.usable for one in gate.waiting)
+    if not any(hidden):
+        return inbox
+    revealed = [read_as(Revealed, path, "a file of revealed seeds") for path in order.revealed]
+    return Inbox([unmasked(inbox, rule.name, revealed)])
 
 
 def change_model(
@@ -245,21 +274,23 @@ def change_model(
     rule = rule_named(order.rule or kept.rule, order.assignments, usual=kept.settings if same else None)
     if not isinstance(rule, ClosedForm):
         raise BadInput(f"{rule.name} cannot be solved from sums; use ridge, lda, nb or fishermix")
+    if not kept.items and not add:
+        raise BadInput("nothing would be left of this model; take the folder away instead")
+    new: Sequence[Path | parcel.Parcel] = ()
+    like = kept.items[0].manifest if kept.items else None
+    judges = _judges(order.validation, like or parcel.read_manifest(add[0])) if order.validation else None
     if add:
         standing = gate.standing or Ledger()
         gate.standing = _both(standing, crossings)
         _bring(add, gate)
         _enough(gate, order.min_sites)
-        like = kept.items[0].manifest if kept.items else None
-        judges = _judges(order.validation, like or gate.typical()) if order.validation else None
-        beside = partial(examined, used=rule.needs)
-        gate.settle(judges, device, like=like, rule=rule.name, needs=rule.needs, beside=beside)
-        _enough(gate, order.min_sites)
-    if not kept.items and not gate.waiting:
-        raise BadInput("nothing would be left of this model; take the folder away instead")
-    inbox = Inbox([*kept.items, *(one.source for one in gate.waiting)])
-    predictor = rule.fuse(inbox, Server(None, order.seed, device))
-    facts = published(Fused(predictor, inbox, rule, None), order, gate, _both(crossings, gate.ledger), ledger)
+        new = _let_in(gate, rule, order, judges, like).sources
+    inbox = Inbox([*kept.items, *new])
+    predictor, verdict = rule.fuse(inbox, Server(None, order.seed, device)), None
+    if judges:
+        before = float((scores_of(old, judges.images, device).argmax(1) == judges.labels).double().mean())
+        verdict = _verdict(predictor, inbox, judges, order, gate, ("the model before", "before", before))
+    facts = published(Fused(predictor, inbox, rule, verdict), order, gate, _both(crossings, gate.ledger), ledger)
     return facts | {"added": [one.manifest.sender for one in gate.waiting], "removed": list(remove)}
 
 
@@ -281,11 +312,7 @@ def make_region(
         raise BadInput(f"only sums can be put together, and {rule.name} needs more; use ridge, lda, nb or fishermix")
     _bring(paths, gate)
     _enough(gate, order.min_sites)
-    beside = partial(examined, used=rule.needs)
-    gate.settle(None, pick_device(order.device), rule=rule.name, needs=rule.needs, beside=beside)
-    _enough(gate, order.min_sites)
-    inbox = Inbox(one.source for one in gate.waiting)
-    made = region_of(inbox, gate.receiver, rule.name, names=names)
+    made = region_of(_let_in(gate, rule, order), gate.receiver, rule.name, names=names)
     gate.unchanged()
     remember(gate, ledger)
     return {
@@ -300,32 +327,33 @@ def make_region(
     }
 
 
-def _verdict(predictor: Predictor, gate: Gate, judges: Part, order: Order) -> dict[str, Any]:
-    """What labelled images say of the fused model: worse than the best site alone is a note, no better than chance is
-    refused, by the same judge as the sites' own models."""
+def _verdict(
+    predictor: Predictor, inbox: Inbox, judges: Part, order: Order, gate: Gate, other: tuple[str, str, float]
+) -> dict[str, Any]:
+    """What labelled images say of the fused model: worse than the ``other`` one (in words, as a key, and its accuracy)
+    is a note, no better than chance is refused, by the same judge as the sites' own models."""
     classes, labels = len(predictor.class_names), judges.labels.cpu()
+    who, key, alone = other
     scores = scores_of(predictor, judges.images, pick_device(order.device))
-    right, told = scores.argmax(1) == labels, [one.manifest.counts for one in gate.waiting]
+    right, told = scores.argmax(1) == labels, [manifest.counts for manifest in inbox.manifests]
     counts = None if None in told else [sum(column) for column in zip(*told, strict=True)]
     judged = plausible.judge(right, labels, counts, classes)
     accuracy = float(right.double().mean())
-    best = max((one.manifest.sender for one in gate.waiting), key=gate.accuracies.__getitem__)
-    alone = gate.accuracies[best]
-    found = {"images": len(labels), "accuracy": accuracy, "best_site": best, "best_site_accuracy": alone}
+    found = {"images": len(labels), "accuracy": accuracy, f"{key}_accuracy": alone}
     if not judged.passes or not bool(scores.isfinite().all()):
         if not order.keep_bad:
             raise BadInput(
                 f"the fused model is no better than chance on the validation images (recall {judged.recall:.2f} on"
-                f" {judged.judged} images), so it is not kept; {best} alone has {alone:.1%}: look at the parcels, use"
+                f" {judged.judged} images), so it is not kept; {who} has {alone:.1%}: look at the parcels, use"
                 " another --fusion, or give --keep-bad"
             )
         gate.notes.append("WARNING: the fused model is no better than chance on the validation images")
     elif accuracy < alone:
         gate.notes.append(
-            f"WARNING: the fused model has {accuracy:.1%} on the validation images, less than the {alone:.1%} of {best}"
-            " alone; look at the parcels, or use another --fusion"
+            f"WARNING: the fused model has {accuracy:.1%} on the validation images, less than the {alone:.1%} of {who};"
+            " look at the parcels, or use another --fusion"
         )
-    return found | {"better_than_chance": judged.passes, "worse_than_best_site": accuracy < alone}
+    return found | {"better_than_chance": judged.passes, f"worse_than_{key}": accuracy < alone}
 
 
 def _enough(gate: Gate, least: int | None) -> None:

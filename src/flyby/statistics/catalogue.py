@@ -26,6 +26,7 @@ from flyby.statistics.decoder import Painter
 from flyby.statistics.extras import Extra, Sizes, examine, given
 from flyby.statistics.feature_sums import FeatureSums, feature_sums
 from flyby.statistics.kfac import Kfac, kfac
+from flyby.statistics.masked_sums import MaskedSums
 from flyby.statistics.null_space import NullSpace, null_space
 
 Statistic = Callable[..., dict[str, Tensor]]
@@ -36,7 +37,11 @@ STATISTICS: Registry[Statistic] = Registry(
 )
 # All that may travel beside weights: what these statistics make, and what objectives add on their own.
 EXTRAS: Registry[Extra] = Registry(
-    "extra", {kind.name: kind for kind in (Calibration(), ClassMeans(), FeatureSums(), Kfac(), NullSpace(), Painter())}
+    "extra",
+    {
+        kind.name: kind
+        for kind in (Calibration(), ClassMeans(), FeatureSums(), Kfac(), MaskedSums(), NullSpace(), Painter())
+    },
 )
 
 

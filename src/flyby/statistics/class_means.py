@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
-from flyby.models.features import pooled_of
+from flyby.models.features import beyond, pooled_of
 from flyby.parcels.parcel import Manifest
 from flyby.statistics.extras import Entry, Extra, Sent, Sizes, rms
 
@@ -36,7 +36,7 @@ def class_means(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
             images = site.train.images[rows.to(site.train.images.device)].to(device)
             seen = network.features(network.spec.prepare(images))
         else:
-            seen = network.projector(pooled[rows.cpu()].to(device))
+            seen = beyond(network, pooled[rows.cpu()].to(device))
         sums.index_add_(0, labels[rows], seen.double())
     counts = torch.bincount(labels, minlength=classes)
     held = counts.nonzero()[:, 0]
@@ -53,7 +53,7 @@ class ClassMeans(Extra):
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
         classes, held = manifest.spec.classes, given.get("class-means.classes", torch.empty(0)).numel()
         return {
-            "class-means.means": Entry(torch.float32, (held, manifest.spec.skeleton().feature_dim)),
+            "class-means.means": Entry(torch.float32, (held, manifest.spec.feature_dim())),
             "class-means.classes": Entry(torch.int64, (held,), 0, classes - 1),
         }
 

@@ -13,7 +13,8 @@ bytes for the H classes that a site holds.
 ``random=4000;draw=7`` puts that many random features relu(R x) beside x, the same R for all sites with that draw
 [Fed3R: Fani et al., ICML 2024]. The mean of one image is that image's feature, so classes with fewer than ``least``
 images are left out of all sums. Exact counts are part of what is sent, so a site that tells noisy or binary ones cannot
-send it.
+send it, unless all of it is noised (``flyby.statistics.noised``): then S / N of all classes travels in place of the
+means, counts may be negative, and ``noise`` says how large it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,16 +33,18 @@ from flyby.data.site import Site
 from flyby.errors import BadInput
 from flyby.models import Network
 from flyby.models.cost import at_once
-from flyby.models.features import features_of, pooled_of
+from flyby.models.features import beyond, features_of, pooled_of
 from flyby.parcels.parcel import Manifest
 from flyby.rng import generator
 from flyby.statistics.extras import Entry, Extra, Sent, Sizes
+from flyby.statistics.noised import TOLD, Draw, Noise, multiplier
 
 log = logging.getLogger(__name__)
 
 LEAST = 2
 MOST_RANDOM = 16_384
 NAME = "feature-sums"
+PROBES = 64  # noise images by which features' norms are told
 # Rounding to float32 moves a matrix by at most 2^-24 of its trace; this leaves room for averages of averages.
 ROUNDING = 2.0**-20
 
@@ -57,26 +60,44 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of some images: ``counts`` [C], ``first`` [C, D] and ``second`` [D, D], the latter two float64."""
+    """The sums of some images: ``counts`` [C], ``first`` [C, D] and ``second`` [D, D], the latter two float64; and what
+    is known of the noise on them, where there is any."""
 
     counts: Tensor
     first: Tensor
     second: Tensor
+    noise: Noise | None = None
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.counts + other.counts, self.first + other.first, self.second + other.second)
+    def __iadd__(self, other: Sums) -> Sums:
+        """Both together, in the memory of the first, which must be nobody else's."""
+        noise = self.public.joined(other.public) if self.noise or other.noise else None
+        return Sums(self.counts + other.counts, self.first.add_(other.first), self.second.add_(other.second), noise)
 
     def __sub__(self, other: Sums) -> Sums:
         """What is left of a whole when a part is taken out."""
-        counts = self.counts - other.counts
+        counts, first, second = self.counts - other.counts, self.first - other.first, self.second - other.second
+        if self.noise or other.noise:
+            return Sums(counts, first, second, self.public.joined(other.public, -1))
         if bool((counts < 0).any()):
             raise BadInput("more images of a class would be taken out than are in; name the parcel that was put in")
         empty = counts == 0  # nothing of such a class is left, not even rounding
-        return Sums(counts, (self.first - other.first).masked_fill(empty[:, None], 0.0), self.second - other.second)
+        return Sums(counts, first.masked_fill(empty[:, None], 0.0), second)
+
+    @property
+    def public(self) -> Noise:
+        """What noised sums tell of themselves; of others it is made up."""
+        images = self.images
+        return self.noise or Noise(images, math.sqrt(float(self.second.diagonal().sum()) / max(1, images)))
 
     @property
     def images(self) -> int:
-        return int(self.counts.sum())
+        return int(self.counts.sum()) if self.noise is None else round(self.noise.images)
+
+    def settled(self, told: float = TOLD) -> Sums:
+        """As rules may use them: where there is noise, as near as can be to sums of images."""
+        if self.noise is None:
+            return self
+        return Sums(*self.noise.settled(self.counts, self.first, self.second, told), self.noise)
 
     @property
     def width(self) -> int:
@@ -85,24 +106,32 @@ class Sums:
     def packed(self, choice: Choice, dtype: torch.dtype) -> dict[str, Tensor]:
         """As it is sent, by names without the statistic's own."""
         held, (rows, columns) = self.counts > 0, torch.triu_indices(self.width, self.width, device=self.first.device)
-        return {
+        told = {
             "choice": torch.tensor(choice, dtype=torch.int64),
             "counts": self.counts,
-            "means": (self.first[held] / self.counts[held, None]).to(dtype),
             "moments": (self.second[rows, columns] / self.images).to(dtype),
         }
+        if self.noise is None:
+            return told | {"means": (self.first[held] / self.counts[held, None]).to(dtype)}
+        first = (self.first / self.images).to(dtype)
+        return told | {"first": first, "noise": torch.tensor(self.noise, dtype=torch.float64)}
 
     @classmethod
     def unpacked(cls, given: Sent, device: torch.device | str = "cpu") -> Sums:
         """The sums that whole names stand for; they must have been checked (``flyby.statistics.extras.sent``)."""
-        counts, means, moments = (given[f"{NAME}.{part}"].to(device) for part in ("counts", "means", "moments"))
-        width, held = means.shape[1], counts > 0
-        first = torch.zeros(len(counts), width, dtype=torch.float64, device=device)
-        first[held] = means.double() * counts[held, None]
+        noise = noise_of(given)
+        counts, moments = (given[f"{NAME}.{part}"].to(device) for part in ("counts", "moments"))
+        rest = given[f"{NAME}.{'means' if noise is None else 'first'}"].to(device).double()
+        width, images = rest.shape[1], counts.sum() if noise is None else round(noise.images)
+        if noise is None:
+            first, held = torch.zeros(len(counts), width, dtype=torch.float64, device=device), counts > 0
+            first[held] = rest * counts[held, None]
+        else:
+            first = rest * images
         rows, columns = torch.triu_indices(width, width, device=device)
         second = torch.empty(width, width, dtype=torch.float64, device=device)
-        second[rows, columns] = second[columns, rows] = moments.double() * counts.sum()
-        return cls(counts, first, second)
+        second[rows, columns] = second[columns, rows] = moments.double() * images
+        return cls(counts, first, second, noise)
 
     @property
     def alike(self) -> float:
@@ -143,22 +172,58 @@ def feature_sums(
 ) -> dict[str, Tensor]:
     """``choice`` [3], ``counts`` [C], ``means`` [H, D] of the H classes with images, in rising order, and ``moments``
     [D (D + 1) / 2]."""
+    choice = _choice(dtype, random, draw, least)
+    return _sent(sums_of(network, site, choice), site, choice, dtype)
+
+
+def noised_sums(
+    network: Network,
+    site: Site,
+    options: Mapping[str, Any],
+    budget: tuple[float, float],
+    norm: float | None,
+    draw: Draw,
+) -> dict[str, Tensor]:
+    """The same with Gaussian noise for a ``budget`` of (epsilon, delta), of features that are shortened to ``norm`` (by
+    default :func:`usual_norm`)."""
+    asked = {"dtype": "float32", "random": 0, "draw": 0, **options, "least": 1}  # exact counts decide nothing
+    choice = _choice(**asked)
+    norm = norm or usual_norm(network, choice)
+    exact = sums_of(network, site, choice, norm)
+    noise = Noise.planned(len(site.train), norm, multiplier(*budget))
+    made = Sums(*noise.added(exact.counts, exact.first, exact.second, draw), noise)
+    return _sent(made, site, choice, asked["dtype"])
+
+
+@torch.no_grad()
+def usual_norm(network: Network, choice: Choice) -> float:
+    """Twice the median norm of what the network makes of noise: fixed before any image is looked at. Photographs give
+    about three times that of noise, and to shorten them all to two thirds costs hardly anything."""
+    noise = network.spec.noise(PROBES, generator("feature-sums", "norm"))
+    return 2 * float(widened(features_of(network, noise), choice).norm(dim=1).median()) or 1.0
+
+
+def _choice(dtype: str, random: int, draw: int, least: int) -> Choice:
     if dtype not in ("float32", "float64"):
         raise BadInput(f"{NAME}:dtype={dtype} will not do; choose float32 or float64")
     numbers = {"random": (random, MOST_RANDOM), "draw": (draw, 2**53), "least": (least, 2**53)}
     for name, (value, most) in numbers.items():
         if type(value) is not int or not (name == "least") <= value <= most:
             raise BadInput(f"{NAME}:{name}={value} will not do; give a whole number up to {most}")
-    choice = Choice(random, draw if random else 0, least)
-    found = sums_of(network, site, choice).packed(choice, getattr(torch, dtype))
+    return Choice(random, draw if random else 0, least)
+
+
+def _sent(sums: Sums, site: Site, choice: Choice, dtype: str) -> dict[str, Tensor]:
+    found = sums.packed(choice, getattr(torch, dtype))
     size = sum(tensor.nbytes for tensor in found.values())
-    log.info("%s: sums of %d features in %s take %s bytes", site.id, found["means"].shape[1], dtype, f"{size:,}")
+    level = logging.INFO if site.real else logging.DEBUG  # of a simulated one nobody asks
+    log.log(level, "%s: sums of %d features in %s take %s bytes", site.id, sums.width, dtype, f"{size:,}")
     return found
 
 
 @torch.no_grad()
-def sums_of(network: Network, site: Site, choice: Choice) -> Sums:
-    """One pass over a site's training images, in their order."""
+def sums_of(network: Network, site: Site, choice: Choice, norm: float | None = None) -> Sums:
+    """One pass over a site's training images, in their order; features longer than ``norm`` are shortened to it."""
     device, classes = next(network.parameters()).device, len(site.class_names)
     labels = site.train.labels.to(device)
     counts = torch.bincount(labels, minlength=classes)
@@ -183,7 +248,7 @@ def sums_of(network: Network, site: Site, choice: Choice) -> Sums:
             images = site.train.images[rows.to(site.train.images.device)].to(device)
             features = network.features(network.spec.prepare(images))
         else:
-            features = network.projector(pooled[rows.cpu()].to(device))
+            features = beyond(network, pooled[rows.cpu()].to(device))
         if not bool((sound := features.isfinite().all(1)).all()):
             place = int(rows[~sound][0])
             raise BadInput(
@@ -191,6 +256,8 @@ def sums_of(network: Network, site: Site, choice: Choice) -> Sums:
                 " backbone"
             )
         features = widened(features, choice)
+        if norm is not None:
+            features = features * (norm / features.norm(dim=1, keepdim=True).clamp_min(1e-300)).clamp_max(1.0)
         # A product, not index_add_, whose order on a GPU is nobody's to say.
         first += torch.nn.functional.one_hot(labels[rows], classes).to(features).T @ features
         second += features.T @ features
@@ -206,6 +273,12 @@ def choice_of(given: Mapping[str, Tensor]) -> Choice:
     return Choice(random if 0 <= random <= MOST_RANDOM else 0, draw, least)
 
 
+def noise_of(given: Mapping[str, Tensor]) -> Noise | None:
+    """What a sender says of its noise; None where it has none."""
+    told = given.get(f"{NAME}.noise")
+    return None if told is None else Noise(*told.flatten().tolist()) if told.numel() == len(Noise._fields) else None
+
+
 class FeatureSums(Extra):
     """Counts, means and second moments of features that could all be of the same images."""
 
@@ -215,21 +288,27 @@ class FeatureSums(Extra):
 
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
         classes = manifest.spec.classes
-        width = manifest.spec.skeleton().feature_dim + choice_of(given).random
-        counts, means = given.get(f"{NAME}.counts", torch.empty(0)), given.get(f"{NAME}.means", torch.empty(0))
-        held = int((counts > 0).sum())
-        dtype = torch.float64 if means.dtype == torch.float64 else torch.float32
-        return {
+        width = manifest.spec.feature_dim() + choice_of(given).random
+        noised = f"{NAME}.noise" in given
+        own = given.get(f"{NAME}.{'first' if noised else 'means'}", torch.empty(0))
+        dtype = torch.float64 if own.dtype == torch.float64 else torch.float32
+        told = {
             f"{NAME}.choice": Entry(torch.int64, (3,), 0, 2**53),
-            f"{NAME}.counts": Entry(torch.int64, (classes,), 0, 2**53),
-            f"{NAME}.means": Entry(dtype, (held, width)),
+            f"{NAME}.counts": Entry(torch.int64, (classes,), -(2**53) if noised else 0, 2**53),
             f"{NAME}.moments": Entry(dtype, (width * (width + 1) // 2,)),
         }
+        if noised:
+            noise = Entry(torch.float64, (len(Noise._fields),), 0, 2**53)
+            return told | {f"{NAME}.first": Entry(dtype, (classes, width)), f"{NAME}.noise": noise}
+        held = int((given.get(f"{NAME}.counts", torch.empty(0)) > 0).sum())
+        return told | {f"{NAME}.means": Entry(dtype, (held, width))}
 
     def agree(self, manifest: Manifest, given: Sent) -> str:
-        choice, counts = choice_of(given), given[f"{NAME}.counts"]
+        choice, counts, noise = choice_of(given), given[f"{NAME}.counts"], noise_of(given)
         if tuple(choice) != tuple(given[f"{NAME}.choice"].tolist()):
             return f"{NAME}.choice asks for more than {MOST_RANDOM} random features"
+        if noise is not None:
+            return self._noised(manifest, given, noise)
         if not 0 < sum(counts.tolist()) <= manifest.samples:
             return f"{NAME}.counts are not those of its {manifest.samples} images"
         if manifest.counts is not None and manifest.counts_kind == "exact":
@@ -245,10 +324,25 @@ class FeatureSums(Extra):
             return "the squares of its features are smaller than those of their means"
         return ""
 
+    def _noised(self, manifest: Manifest, given: Sent, noise: Noise) -> str:
+        """The same of sums with noise."""
+        counts = given[f"{NAME}.counts"]
+        if not noise.images <= manifest.samples or noise.images != round(noise.images):
+            return f"its noise is said to be on other images than its {manifest.samples}"
+        if manifest.counts is not None and list(manifest.counts) != blurred(counts):
+            return f"{NAME}.counts are not the parcel's own"
+        first, squares = (noise.images * part.double() for part in (given[f"{NAME}.first"], _diagonal(given)))
+        return noise.unlikely(counts, first, squares, manifest.sites)
+
     def sound(self, manifest: Manifest, given: Sent) -> str:
-        sums = Sums.unpacked(given)
-        scatter = sums.within() / sums.images
-        scatter.diagonal().add_(ROUNDING * float(_diagonal(given).double().sum()) + torch.finfo(torch.float64).tiny)
+        sums, slack = Sums.unpacked(given), ROUNDING * float(_diagonal(given).double().sum().abs())
+        if sums.noise is None:
+            scatter = sums.within() / sums.images
+        else:
+            mean = sums.first.sum(0) / sums.images
+            scatter = sums.second / sums.images - torch.outer(mean, mean)
+            slack += sums.noise.slack(mean, len(sums.counts)) / sums.images
+        scatter.diagonal().add_(slack + torch.finfo(torch.float64).tiny)
         bad = bool(torch.linalg.cholesky_ex(scatter).info)
         return "its second moments are those of no images with these means" if bad else ""
 
@@ -257,16 +351,23 @@ class FeatureSums(Extra):
         return {f"{NAME}.moments": float(_diagonal(given).double().clamp_min(0).mean().sqrt())}
 
     @torch.no_grad()
-    def answers(self, network: Network, given: Sent, images: Tensor) -> tuple[Tensor, Sequence[int]]:
-        """The nearest class mean, in the features that are not random."""
+    def answers(self, network: Network, given: Sent, images: Tensor) -> tuple[Tensor, Sequence[int]] | None:
+        """The nearest class mean, in the features that are not random; noise may have left one site no opinion."""
+        if noise_of(given) is not None:
+            return None
         held = (given[f"{NAME}.counts"] > 0).nonzero()[:, 0]
         means = given[f"{NAME}.means"][:, : network.feature_dim].to(images.device, torch.float32)
         features = features_of(network, images)
         return held.to(images.device)[torch.cdist(features, means).argmin(1)], held.tolist()
 
 
+def blurred(counts: Tensor) -> list[int]:
+    """Noisy counts as a manifest tells them."""
+    return [max(0, count) for count in counts.tolist()]
+
+
 def _diagonal(given: Sent) -> Tensor:
     """The mean square of every feature."""
-    width = given[f"{NAME}.means"].shape[1]
+    width = (math.isqrt(8 * len(given[f"{NAME}.moments"]) + 1) - 1) // 2
     steps = torch.arange(width, 0, -1)  # a row of the triangle is one shorter than the one before
     return given[f"{NAME}.moments"][torch.cat((torch.zeros(1, dtype=torch.int64), steps[:-1].cumsum(0)))]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from flyby.data.site import Part, Site
 from flyby.models import ModelSpec, Network
+from flyby.models.lite import Same
 from flyby.parcels.parcel import Manifest
 from flyby.rng import generator
 from flyby.statistics.extras import Entry, Extra, Sent, Sizes, positive
@@ -86,7 +87,8 @@ def input_rows(layer: Layer, x: Tensor) -> Tensor:
     bias."""
     groups = matrix_shape(layer)[0]
     if isinstance(layer, nn.Conv2d):
-        patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+        x, around = layer.bordered(x) if isinstance(layer, Same) else (x, layer.padding)
+        patches = F.unfold(x, layer.kernel_size, layer.dilation, around, layer.stride)  # type: ignore[arg-type]
         rows = _by_group(patches, groups)
     else:
         rows = x[None]

@@ -6,6 +6,12 @@ for likelier members: ``loss`` log p(y) [Yeom et al., CSF 2018]; ``confidence`` 
 log p, which need no label; ``calibrated`` log p(y) with each class's own mean and spread taken out, so that a class
 that is merely hard is not taken for one that was not trained on.
 
+Of closed forms an attacker holds the sums. The model is then the ridge head that they alone give, and there is one more
+score: ``distance``, -(x - m_y)^T (W + delta I)^-1 (x - m_y) with the class's mean and the scatter W about the means. A
+member is part of W, so it lies in its span and nearer than others: with fewer images than features that tells all
+members apart. Where the sums have noise of z, an attacker who knows all other images has N(1 / z, 1) against N(0, 1) to
+tell, so that no AUC is above Phi(1 / (z sqrt 2)) in the mean over the noise: the ``bound``.
+
 Members and others must differ in membership alone. Sites hold uneven shares of the classes, and a class that a site
 never saw is easy to tell from the rest without any memory of a single image: so the others are weighted to have the
 members' class frequencies.
@@ -13,7 +19,10 @@ members' class frequencies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +36,24 @@ from flyby.data.sources import load
 from flyby.data.splits import Split, make_split
 from flyby.errors import BadInput
 from flyby.files import read_json
-from flyby.fusion import Predictor, load_predictor
+from flyby.fusion import FUSIONS, Predictor, load_predictor
+from flyby.fusion.closed.base import KIND, Contributions
+from flyby.fusion.closed.kept import SUMS, read_kept
 from flyby.fusion.evaluation import check_fit, scores_of
+from flyby.fusion.predictor import model_folder
+from flyby.models import Network
+from flyby.models.features import features_of
+from flyby.parcels import parcel
+from flyby.parcels.inbox import Inbox
+from flyby.parcels.parcel import Parcel
 from flyby.rng import legacy_numpy
 from flyby.runs.config import RunConfig
 from flyby.runs.folder import Run
 from flyby.settings import build
+from flyby.statistics.extras import given
+from flyby.statistics.feature_sums import ROUNDING, Choice, Sums, noise_of, widened
+from flyby.statistics.masked_sums import is_masked
+from flyby.statistics.noised import SHARES
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -46,14 +67,82 @@ def audit_model(
 ) -> dict[str, Any]:
     """``flyby audit MODEL --members DATA --others DATA``: the training images of one source against the test images of
     another (all of them where it has no test split)."""
-    predictor = load_predictor(model)
+    predictor, told = target(model)
     inside, outside = (load(name, size=size, holdout=None) for name in (members, others))
     for data in (inside.train, outside.test or outside.train):
         check_fit(predictor, data)
     return {
         "model": str(model),
-        **audit(predictor, part_of(inside.train), _unseen(outside.test or outside.train, inside.train), device, seed),
+        **audit(
+            predictor,
+            part_of(inside.train),
+            _unseen(outside.test or outside.train, inside.train),
+            device,
+            seed,
+            told=told,
+        ),
     }
+
+
+@dataclass(frozen=True)
+class Told:
+    """The sums that an attacker holds, through which network they came, and the AUC that noise allows (None: any)."""
+
+    network: Network
+    sums: Sums
+    choice: Choice
+    bound: float | None
+
+    @classmethod
+    def by(cls, items: Sequence[Parcel]) -> Told:
+        sums = Contributions(Inbox(items), "audit")
+        bounds = [_bound(item) for item in items]
+        bound = None if None in bounds else max(one for one in bounds if one is not None)
+        tried = sums.sent.settled(0.0)  # an attacker is not put off by noise
+        return cls(items[0].network(), tried, sums.choice, bound)
+
+    @torch.no_grad()
+    def distance(self, part: Part, device: str) -> Floats:
+        """How near images lie to where those of the sums are; higher is nearer."""
+        network, sums = self.network.to(device), self.sums
+        features = widened(features_of(network, part.images), self.choice).cpu()
+        means = sums.first / sums.counts.clamp_min(1).double()[:, None]
+        scatter = sums.within()
+        scatter.diagonal().add_(ROUNDING * float(sums.second.diagonal().sum()))
+        rest = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(scatter.cpu()), (features - means.cpu()[part.labels]).T, upper=False
+        )
+        return np.asarray(-rest.square().sum(0).numpy(), dtype=np.float64)
+
+
+def _bound(item: Parcel) -> float | None:
+    """What no attack on the noisy sums of one site can pass."""
+    noise = noise_of(given(item, KIND))
+    if noise is None or not noise.counts > 0 or item.manifest.sites > 1:
+        return None
+    z = noise.counts * math.sqrt(SHARES[0])
+    return 0.5 * math.erfc(-1 / (2 * z))
+
+
+def target(path: Path) -> tuple[Predictor, Told | None]:
+    """What is attacked: a model, and where it is one of sums, these as well."""
+    predictor = load_predictor(path)
+    if path.is_file():
+        manifest = parcel.read_manifest(path)
+        if is_masked(manifest):
+            raise BadInput(
+                f"the sums of {manifest.sender} are masked, and look like chance without those of the whole round;"
+                " audit the fused model"
+            )
+        if f"{KIND.name}.choice" in manifest.extras:
+            item = parcel.read(path)
+            with suppress(BadInput):  # sums may tell too little for a head: the parcel's own tells nothing
+                predictor = FUSIONS["ridge"]().fuse(Inbox([item]))
+            return predictor, Told.by([item])
+        return predictor, None
+    if ((folder := model_folder(path)) / SUMS).is_file():
+        return predictor, Told.by(read_kept(folder, predictor.networks[0]).items)  # type: ignore[arg-type]
+    return predictor, None
 
 
 def _unseen(others: Dataset, members: Dataset) -> Part:
@@ -78,10 +167,12 @@ def audit_run(folder: Path, *, device: str = "cpu", seed: int = 0) -> Iterator[t
     others = part_of(bundle.test)
     parts = {name: site_of(bundle, split, name).train for name in split.shares}
     for name, members in parts.items():
-        yield name, audit(load_predictor(folder / "parcels" / f"{name}.parcel"), members, others, device, seed)
+        predictor, told = target(folder / "parcels" / f"{name}.parcel")
+        yield name, audit(predictor, members, others, device, seed, told=told)
     if (folder / GLOBAL / "model.json").exists():
         everyone = Part(torch.cat([p.images for p in parts.values()]), torch.cat([p.labels for p in parts.values()]))
-        yield GLOBAL, audit(load_predictor(folder / GLOBAL), everyone, others, device, seed)
+        predictor, told = target(folder / GLOBAL)
+        yield GLOBAL, audit(predictor, everyone, others, device, seed, told=told)
 
 
 def is_run(folder: Path) -> bool:
@@ -89,7 +180,13 @@ def is_run(folder: Path) -> bool:
 
 
 def audit(
-    predictor: Predictor, members: Part, others: Part, device: str = "cpu", seed: int = 0, resamples: int = RESAMPLES
+    predictor: Predictor,
+    members: Part,
+    others: Part,
+    device: str = "cpu",
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    told: Told | None = None,
 ) -> dict[str, Any]:
     """All attacks on one model, each with its AUC, a bootstrap interval of it (95 %), and its true-positive rates at
     low false-positive rates (None where there are too few others to see such a rate)."""
@@ -111,6 +208,8 @@ def audit(
     labels = [part.labels.numpy() for part in kept]
     scores = {name: (rule(answers[0], labels[0]), rule(answers[1], labels[1])) for name, rule in SCORES.items()}
     scores["calibrated"] = calibrated(*scores["loss"], labels[0], labels[1], weights)
+    if told is not None:
+        scores["distance"] = (told.distance(kept[0], device), told.distance(kept[1], device))
     attacks = {name: judged(*pair, weights, seed, resamples) for name, pair in scores.items()}
     strongest = max(attacks, key=lambda name: float(attacks[name]["low"]))
     right = [(answer.argmax(1) == own).astype(np.float64) for answer, own in zip(answers, labels, strict=True)]
@@ -121,6 +220,7 @@ def audit(
         "accuracy": {"members": float(right[0].mean()), "others": float(np.average(right[1], weights=weights))},
         "attacks": attacks,
         "strongest": strongest,
+        **({"bound": told.bound} if told is not None else {}),
         "verdict": verdict(strongest, attacks[strongest]),
     }
 

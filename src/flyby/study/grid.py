@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flyby.data.splits import SPLITS, Split
+from flyby.data.splits import SPLITS, Split, SplitSettings
 from flyby.engines.engine import engine_named
 from flyby.errors import BadInput, Diverged, unknown
 from flyby.files import digest, write_text
@@ -59,6 +59,8 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
     for seed, data, split, clients, alpha, variant, method, attack, admission in itertools.product(
         *world, study.attacks or [""], study.admissions or [""]
     ):
+        if alpha != study.alphas[0] and not SplitSettings(name=split).uses_alpha:
+            continue  # it would be the same split again
         for rule in study.fusions or [""]:
             name, _, settings = rule.partition(":")
             chosen = [

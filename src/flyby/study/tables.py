@@ -80,8 +80,9 @@ def _rule(cell: Cell) -> str:
 
 def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Row]) -> list[str]:
     alphas = sorted({row["alpha"] for row in rows})
+    heads = [f"α = {a:g}" if SplitSettings(name=rows[0]["split"]).uses_alpha else "accuracy" for a in alphas]
     lines = [
-        "| clients' method | server rule | " + " | ".join(f"α = {a:g}" for a in alphas) + " |",
+        "| clients' method | server rule | " + " | ".join(heads) + " |",
         "|---|---|" + "---:|" * len(alphas),
     ]
     for line in dict.fromkeys(wanted.values()):  # as the study lists them, whatever the order of the rows

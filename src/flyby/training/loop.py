@@ -20,17 +20,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from flyby import __version__
-from flyby.data.site import Part, Site
+from flyby.data.site import Site
 from flyby.data.views import augment
 from flyby.errors import BadInput, Diverged
 from flyby.files import digest
-from flyby.models import Network
-from flyby.models.features import OverFeatures, pooled_of
+from flyby.models.features import looked_at
 from flyby.parcels import parcel
 from flyby.rng import generator, legacy_numpy, seed_of
 from flyby.training.checkpoint import Cadence, TrainingState
 from flyby.training.optim import make_optimizer, set_learning_rate
-from flyby.training.privacy import PrivateTraining
+from flyby.training.privacy import PrivateSums, PrivateTraining
 from flyby.training.recipe import Recipe
 from flyby.training.settings import Counts, batch_size
 from flyby.training.steps import Step, batches, evaluate_part, finite, fully_compiled, one_epoch
@@ -116,9 +115,8 @@ class Session:
         self.objective = recipe.make_objective().to(device)
         self.objective.prepare(self.model, site, seed)
         self.train, self.val, self.learner = site.train, site.val, self.model
-        if spec.backbone is not None and views.still and settings.epochs:
-            self.learner = OverFeatures(self.model)  # an epoch then costs no more than the head
-            self.train, self.val = (over_features(self.model, part, site.id) for part in (site.train, site.val))
+        if views.still and settings.epochs:
+            self.learner, (self.train, self.val) = looked_at(self.model, (site.train, site.val), site.id)
         self.optimizer = make_optimizer(self.model, self.objective, settings)
         self.train, self.val = self.train.to(device), self.val.to(device)
         self.batch = batch_size(settings, self.objective.batch, len(self.train))
@@ -129,9 +127,11 @@ class Session:
         path = folder / f"{site.id}.ckpt" if folder else None
         self.state = TrainingState(path, identity, self.model, self.optimizer, self.objective)
         self.state.restore()
-        self.private = None
-        if settings.dp_epsilon is not None:
-            secret = None if site.real else seed  # whoever knows the seed can take the noise off again
+        self.private, self.private_sums = None, None
+        secret = None if site.real else seed  # whoever knows the seed can take the noise off again
+        if settings.dp_epsilon is not None and not self.objective.trains:
+            self.private_sums = PrivateSums(settings, self.objective.settings.send, secret)
+        elif settings.dp_epsilon is not None:
             self.private = PrivateTraining(
                 settings, views, settings.epochs, len(self.train), self.batch, site.id, secret, recipe.epsilon
             )
@@ -191,7 +191,11 @@ class Session:
         site, recipe, settings = self.site, self.recipe, self.objective.settings.model_dump(mode="json")
         # A compiled backbone serves training; other batch shapes are not worth a compilation.
         with torch.compiler.set_stance("force_eager"):
-            extras, meta = self.objective.extras(self.model.eval(), site, recipe.seed)
+            extras, meta = (
+                (self.private_sums.extras(self.model.eval(), site), dict[str, Any]())
+                if self.private_sums
+                else self.objective.extras(self.model.eval(), site, recipe.seed)
+            )
         provenance = {
             "objective": {"name": recipe.objective, **settings},
             "seed": recipe.seed,
@@ -201,6 +205,10 @@ class Session:
         }
         if self.private:
             provenance["privacy"] = self.private.facts(self.state.epoch)
+        counts = shared_counts(site, recipe.counts, recipe.epsilon, None if site.real else recipe.seed)
+        if self.private_sums:
+            counts = self.private_sums.counts(extras)
+            provenance["privacy"] = self.private_sums.facts(extras, len(site.train))
         return parcel.make(
             sender=site.id,
             method=self.method,
@@ -210,18 +218,11 @@ class Session:
             codec=recipe.codec,
             weights={name: t.detach().cpu() for name, t in self.model.state_dict().items()},
             extras={name: t.detach().cpu() for name, t in extras.items()},
-            counts=shared_counts(site, recipe.counts, recipe.epsilon, None if site.real else recipe.seed),
+            counts=counts,
             counts_kind=recipe.counts,
             meta={"epochs": self.state.epoch, "best_epoch": epoch, **meta},
             provenance=provenance,
         )
-
-
-def over_features(model: Network, part: Part, label: str) -> Part:
-    """The same part with what the frozen backbone makes of its images in their place: ``[N, 1, 1, dim]``."""
-    pooled = pooled_of(model, part.images, label)
-    assert pooled is not None
-    return Part(pooled[:, None, None, :], part.labels)
 
 
 def shared_counts(site: Site, kind: Counts, epsilon: float, seed: int | None) -> list[int]:

@@ -10,6 +10,9 @@ Two data sets are neighbours if one image of one of them contributes nothing to 
 images is public, as are class names and image size. A real site draws batches, augmentation and noise from the
 operating system: the seed is known to all sites, and whoever knows the random numbers can take the noise off again. A
 simulation draws them from the seed, and its parcels say so.
+
+Where nothing is trained and sums of features are sent, one Gaussian noise makes the sums private
+(``flyby.statistics.noised``); what is promised and what the parcel says are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +31,7 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
-from flyby.data.site import Part
+from flyby.data.site import Part, Site
 from flyby.data.views import ViewSettings, augment
 from flyby.errors import BadInput
 from flyby.models import ModelSpec, Network
@@ -36,6 +39,9 @@ from flyby.models.networks import ARCHITECTURES
 from flyby.objectives.base import Batch, Objective, ObjectiveSettings
 from flyby.rng import generator
 from flyby.settings import Grown
+from flyby.statistics.catalogue import named
+from flyby.statistics.feature_sums import NAME, blurred, noise_of, noised_sums
+from flyby.statistics.noised import multiplier
 
 ACCOUNTANT = "rdp"
 CHUNK = 256  # per-sample gradients held at once
@@ -48,12 +54,24 @@ class PrivacySettings(Grown):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dp_epsilon: float | None = Field(None, gt=0, description="train by DP-SGD at this epsilon (extra: privacy)")
-    dp_delta: float | None = Field(None, gt=0, lt=1, description="DP-SGD's delta; null: 1 / (10 n)")
+    dp_epsilon: float | None = Field(
+        None, gt=0, description="train by DP-SGD at this epsilon (extra: privacy), or send sums with noise for it"
+    )
+    dp_delta: float | None = Field(None, gt=0, lt=1, description="its delta; null: 1 / (10 n)")
     dp_clip: float = Field(1.0, gt=0, description="DP-SGD: largest gradient norm of one image")
+    dp_norm: float | None = Field(
+        None, gt=0, description="private sums: largest norm of one image's features; null: twice that of noise"
+    )
 
     def silent(self) -> set[str]:
-        return super().silent() | (set(PrivacySettings.model_fields) if self.dp_epsilon is None else set())
+        if self.dp_epsilon is None:
+            return super().silent() | set(PrivacySettings.model_fields)
+        return super().silent() | ({"dp_norm"} if self.dp_norm is None else set())
+
+    def budget(self, images: int) -> tuple[float, float]:
+        """(epsilon, delta)"""
+        assert self.dp_epsilon is not None
+        return self.dp_epsilon, self.dp_delta if self.dp_delta is not None else 0.1 / images
 
 
 def check_privacy(
@@ -68,6 +86,9 @@ def check_privacy(
     cure."""
     if train.dp_epsilon is None:
         return
+    if not objective.trains:
+        _check_sums(chosen.send, counts)
+        return
     if not objective.per_sample:
         why = (
             "its loss mixes the images of a batch"
@@ -79,7 +100,9 @@ def check_privacy(
             " plain cross-entropy, such as fedavg or ensemble"
         )
     cures = []
-    if has_batch_norm(spec):
+    if has_batch_norm(spec) and spec.backbone is not None:
+        cures.append("--tune head or lora (per-sample gradients of its BatchNorm are not known)")
+    elif has_batch_norm(spec):
         plain = [
             name
             for name in ARCHITECTURES
@@ -104,6 +127,21 @@ def check_privacy(
         cures.append("train.compile left out (per-sample gradients need the layers one by one)")
     if cures:
         raise BadInput(f"private training (train.dp_epsilon) needs {'; '.join(cures)}")
+
+
+def _check_sums(send: Sequence[str], counts: str) -> None:
+    """The same where nothing is trained: only sums can be sent privately, with the counts that are in them."""
+    kinds = [named(text)[0] for text in send]
+    if kinds != [NAME]:
+        raise BadInput(
+            f"without training only {NAME} can be private (train.dp_epsilon), and {', '.join(kinds) or 'nothing'} would"
+            f" be sent; use --method ridge or lda, or --set objective.send=[{NAME}]"
+        )
+    if counts != "noisy":
+        raise BadInput(
+            f"{counts} class counts are not private (train.dp_epsilon); leave out counts=..., and those of the noisy"
+            " sums are told"
+        )
 
 
 def has_batch_norm(spec: ModelSpec) -> bool:
@@ -176,7 +214,6 @@ class PrivateTraining:
         seed: int | None,
         counts_epsilon: float,
     ) -> None:
-        assert settings.dp_epsilon is not None
         batch = min(batch, samples)
         self.views, self.samples, self.clip, self.seed, self.site, self.counts_epsilon = (
             views,
@@ -187,8 +224,8 @@ class PrivateTraining:
             counts_epsilon,
         )
         self.steps = math.ceil(samples / batch)
-        delta = settings.dp_delta if settings.dp_delta is not None else 0.1 / samples
-        self.budget = Budget.plan(settings.dp_epsilon, delta, batch / samples, self.steps * epochs)
+        epsilon, delta = settings.budget(samples)
+        self.budget = Budget.plan(epsilon, delta, batch / samples, self.steps * epochs)
 
     def epoch(
         self,
@@ -249,9 +286,52 @@ class PrivateTraining:
             "rate": self.budget.rate,
             "steps": self.steps * epochs,
             "accountant": ACCOUNTANT,
-            "neighbours": "zero-out of one image",
-            "randomness": "operating system" if self.seed is None else "seeded: a simulation, not private",
+            **promise(self.seed),
         }
+
+
+class PrivateSums:
+    """Sums of features with noise, for one site: takes the place of what its objective would send."""
+
+    def __init__(self, settings: PrivacySettings, send: Sequence[str], seed: int | None) -> None:
+        self.settings, self.options, self.seed = settings, named(send[0])[1], seed
+
+    def extras(self, model: Network, site: Site) -> dict[str, Tensor]:
+        draw = draws(None if self.seed is None else generator(self.seed, site.id, "private sums"))
+        budget = self.settings.budget(len(site.train))
+        made = noised_sums(model, site, self.options, budget, self.settings.dp_norm, draw)
+        return {f"{NAME}.{part}": value for part, value in made.items()}
+
+    @staticmethod
+    def counts(extras: Mapping[str, Tensor]) -> list[int]:
+        """Those of the noisy sums: they cost nothing more."""
+        return blurred(extras[f"{NAME}.counts"])
+
+    def facts(self, extras: Mapping[str, Tensor], images: int) -> dict[str, Any]:
+        """What the parcel says about its privacy."""
+        (epsilon, delta), noise = self.settings.budget(images), noise_of(extras)
+        assert noise is not None
+        return {
+            "epsilon": epsilon,
+            "delta": delta,
+            "counts_epsilon": 0.0,
+            "total_epsilon": epsilon,
+            "noise": multiplier(epsilon, delta),
+            "clip": noise.norm,
+            "sampling": "none",
+            "rate": 1.0,
+            "steps": 1,
+            "accountant": "analytic gaussian",
+            **promise(self.seed),
+        }
+
+
+def promise(seed: int | None) -> dict[str, str]:
+    """What is promised, and whether the random numbers keep it."""
+    return {
+        "neighbours": "zero-out of one image",
+        "randomness": "operating system" if seed is None else "seeded: a simulation, not private",
+    }
 
 
 @contextmanager
@@ -261,6 +341,9 @@ def per_sample_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     opacus_or_why()
     from opacus import GradSampleModule
 
+    # Opacus takes a convolution's patches out of memory as if channels lay first: of others its gradients are wrong.
+    filters = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    first = [one.register_forward_pre_hook(lambda _, given: (given[0].contiguous(),)) for one in filters]
     hooked = GradSampleModule(model, loss_reduction="mean")
     try:
         with warnings.catch_warnings():
@@ -268,6 +351,8 @@ def per_sample_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
             yield [p for p in model.parameters() if p.requires_grad]
     finally:
         hooked.to_standard_module()
+        for handle in first:
+            handle.remove()
 
 
 def clipped_sum(gradients: list[Tensor], clip: float) -> list[Tensor]:

@@ -27,10 +27,10 @@ def check_epochs(objective: type[Objective], epochs: int) -> None:
         raise BadInput(f"{objective.name} trains nothing; its recipe has train.epochs = 0")
 
 
-def check_counts(send: Sequence[str], counts: Counts) -> None:
-    """Refuse a statistic that tells exactly what the site asked to blur."""
+def check_counts(send: Sequence[str], counts: Counts, private: bool = False) -> None:
+    """Refuse a statistic that tells exactly what the site asked to blur; ``private`` ones do not."""
     telling = [name for name, _ in map(named, send) if name in EXTRAS and EXTRAS[name].counts]
-    if counts != "exact" and telling:
+    if counts != "exact" and telling and not private:
         raise BadInput(
             f"{telling[0]} tells exact class counts, and counts = {counts} was asked for; leave it out of"
             " objective.send, or set counts=exact"
@@ -74,7 +74,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _blurred(self) -> Self:
-        check_counts(self.objective_settings.send, self.counts)
+        check_counts(self.objective_settings.send, self.counts, private=self.train.dp_epsilon is not None)
         return self
 
     def make_objective(self) -> Objective:

@@ -2,7 +2,8 @@
 network that ends in it.
 
 Sums are added in sender order, whoever came first, so the same parcels give the same bytes. All sites must have looked
-through the same eyes: one spec, one set of weights before the head, and the same random features if any.
+through the same eyes: one spec, one set of weights before the head, and the same random features if any. Where sums
+have noise, it is the total that is brought back to what images could give, once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -71,8 +73,8 @@ def without(head: Linear, counts: Tensor) -> Linear:
 
 
 class Contributions:
-    """The sums that parcels bring, one by one in sender order, and their ``total``; each parcel is one site or one
-    region."""
+    """The sums that parcels bring, one by one in sender order, as they are sent together (``sent``) and as a rule may
+    use them (``total``); each parcel is one site or one region."""
 
     def __init__(self, parcels: Inbox, rule: str, device: torch.device | str = "cpu") -> None:
         parcels.same_spec(rule)
@@ -80,7 +82,17 @@ class Contributions:
         once(parcels.manifests)
         self.parcels, self.rule, self.device = parcels, rule, device
         self.choice = choice_of(sent(parcels.read(0), KIND))
-        self.total = self._total()
+        self.sent = self._total()
+
+    @cached_property
+    def total(self) -> Sums:
+        made = self.sent.settled()
+        if not bool((made.counts > 0).any()):
+            raise BadInput(
+                "the noise is larger than the count of every class, so nothing can be told from these sums; raise"
+                " --dp-epsilon, or fuse more sites"
+            )
+        return made
 
     def __len__(self) -> int:
         return len(self.parcels)
@@ -98,11 +110,10 @@ class Contributions:
 
     def _total(self) -> Sums:
         each = iter(self)
-        first = next(each)
-        counts, means, second = first.counts, first.first, first.second  # our own: added to in place
+        total = next(each)
         for sums in each:
-            counts, means, second = counts + sums.counts, means.add_(sums.first), second.add_(sums.second)
-        return Sums(counts, means, second)
+            total += sums
+        return total
 
 
 def eyes(manifest: Manifest) -> dict[str, str]:
@@ -162,7 +173,7 @@ def spec_with(spec: ModelSpec, choice: Choice) -> ModelSpec:
         return plain
     if spec.projector:
         raise BadInput("random features need a network without a projector; leave out model.projector, or random=...")
-    return plain.replace(projector=(choice.random + 2 * spec.skeleton().feature_dim, spec.classes))
+    return plain.replace(projector=(choice.random + 2 * spec.feature_dim(), spec.classes))
 
 
 def ending_in(head: Linear, network: Network, choice: Choice) -> Network:

@@ -58,7 +58,7 @@ def region_of(parcels: Inbox, name: str, rule: str, *, names: bool = True, metho
     }
     if names:
         meta["site_names"] = sorted([*alone, *inside])
-    return _made(parcels.read(0), name, sums.total, sums.choice, meta, manifests, method or first.method)
+    return _made(parcels.read(0), name, sums.sent, sums.choice, meta, manifests, method or first.method)
 
 
 def _made(

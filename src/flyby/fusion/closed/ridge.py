@@ -132,6 +132,8 @@ def _score(one: Centred, lam: float) -> float:
 def left_out(sums: Contributions) -> list[float]:
     """The squared error of each lambda of the grid, summed over parcels, each by the head that was solved without
     it."""
+    if sums.sent.noise is not None:
+        raise BadInput("choose=sites needs sums without noise; use --set fusion.choose=gcv, or give fusion.lam")
     if len(sums) < 2:
         raise BadInput("choose=sites leaves out one parcel at a time, and there is one; use --set fusion.choose=gcv")
     scores = [0.0] * len(GRID)
