@@ -22,9 +22,10 @@ from flyby.fusion import FUSIONS, Fusion
 from flyby.fusion.base import Server
 from flyby.fusion.closed.base import ClosedForm
 from flyby.fusion.closed.kept import read_kept, region_of, write_kept
-from flyby.fusion.evaluation import scores_of
+from flyby.fusion.evaluation import accuracy, milliseconds, scores_of
 from flyby.fusion.predictor import Predictor, check_replaceable, load_predictor, model_folder, save_predictor
 from flyby.machine import pick_device
+from flyby.models.shelf import bytes_of
 from flyby.names import check_name
 from flyby.parcels import parcel, plausible
 from flyby.parcels.gate import Gate, Refused, remember
@@ -114,7 +115,8 @@ class Order:
     """What a real server was asked to make: the rule (None: that of the parcels' own method) and its settings, and what
     it may use. ``min_sites`` parcels are enough where some are refused; without it one refusal ends the work.
     ``validation`` names labelled images to judge parcels and the fused model by; one that is no better than chance is
-    published only with ``keep_bad``."""
+    published only with ``keep_bad``. ``compact``: one network is made of what the rule would give, which is then its
+    teacher."""
 
     out: Path
     rule: str | None = None
@@ -126,12 +128,19 @@ class Order:
     export: bool = True
     device: str = "auto"
     keep_bad: bool = False
+    compact: bool = False
 
     def check(self) -> None:
         """All that can be wrong before any parcel is there: nobody waits for hours to hear of a misspelt word."""
         check_replaceable(self.out)
         if self.rule is not None:
-            rule_named(self.rule, self.assignments)
+            self.fusion(self.rule)
+
+    def fusion(self, rule: str, methods: Iterable[str] = ()) -> Fusion:
+        """The rule with its settings, or the one that distils it: settings that only the rule has are then its own."""
+        if not self.compact:
+            return rule_named(rule, self.assignments, methods)
+        return compact_rule(rule, self.assignments, settings_for(rule, methods))
 
 
 def rule_named(
@@ -147,6 +156,20 @@ def rule_named(
         if name not in known:
             raise unknown(f"{rule} setting", name, known) if known else BadInput(f"{rule} has no settings")
         values[name] = value
+    return kind(build(kind.settings_type, values, "fusion"))
+
+
+def compact_rule(rule: str, assignments: Iterable[str], usual: Mapping[str, Any]) -> Fusion:
+    """``compact`` with this rule as its teacher; of the settings, those that it does not know are the rule's."""
+    kind, given = FUSIONS["compact"], [parse_assignment(text) for text in assignments]
+    words = {name.removeprefix("fusion."): value for name, value in given}
+    values = {name: value for name, value in words.items() if name in kind.settings_type.model_fields}
+    values.setdefault("teacher", rule)
+    if strange := {name for name in words if name not in values} - set(FUSIONS[rule].settings_type.model_fields):
+        raise unknown("compact setting", min(strange), kind.settings_type.model_fields)
+    theirs = dict(usual) | {name: value for name, value in words.items() if name not in values}
+    if theirs and values["teacher"] == rule:
+        values["teacher"] = f"{rule}:" + ";".join(f"{name}={value}" for name, value in theirs.items())
     return kind(build(kind.settings_type, values, "fusion"))
 
 
@@ -170,6 +193,8 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
     gate.unchanged()
     sites, senders = sum(m.sites for m in inbox.manifests), ", ".join(m.sender for m in inbox.manifests[:20])
     card = {"fusion": rule.name, "sites": sites, "senders": senders, "samples": sum(inbox.samples)}
+    if fused.compared is not None:
+        card |= {"teacher": getattr(rule.settings, "teacher", ""), "beside its teacher": fused.compared}
     with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
         save_predictor(predictor, folder, card, export=order.export)
         if isinstance(rule, ClosedForm):
@@ -187,6 +212,7 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
         "refused": [one.row() for one in gate.refused],
         "notes": gate.notes,
         "validation": fused.verdict,
+        **({} if fused.compared is None else {"compact": fused.compared}),
     }
 
 
@@ -198,12 +224,14 @@ def _bring(paths: Sequence[Path], gate: Gate) -> None:
 
 
 class Fused(NamedTuple):
-    """What was fused, of which parcels, by which rule, and what the validation images say of it (None without any)."""
+    """What was fused, of which parcels, by which rule, and what the validation images say of it (None without any).
+    ``compared``: a student beside its teacher, where one was asked for."""
 
     predictor: Predictor
     inbox: Inbox
     rule: Fusion
     verdict: dict[str, Any] | None
+    compared: dict[str, Any] | None = None
 
 
 def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
@@ -212,7 +240,7 @@ def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
     _enough(gate, order.min_sites)
     typical = gate.typical()
     methods = [one.manifest.method for one in gate.waiting]
-    fusion = rule_named(order.rule or rule_for(methods), order.assignments, methods)
+    fusion = order.fusion(order.rule or rule_for(methods), methods)
     images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
     judges = _judges(order.validation, typical) if order.validation else None
     gate.settle(
@@ -225,8 +253,27 @@ def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
     )
     _enough(gate, order.min_sites)
     inbox = Inbox(one.source for one in gate.waiting)
-    predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
-    return Fused(predictor, inbox, fusion, _verdict(predictor, gate, judges, order) if judges else None)
+    server = Server(images, order.seed, device, work)
+    predictor = fusion.fuse(inbox, server)
+    verdict = _verdict(predictor, gate, judges, order) if judges else None
+    teacher = fusion.teacher(inbox, server) if order.compact else None
+    compared = beside_teacher(predictor, teacher, judges, device) if teacher is not None else None
+    return Fused(predictor, inbox, fusion, verdict, compared)
+
+
+def beside_teacher(student: Predictor, teacher: Predictor, judges: Part | None, device: str) -> dict[str, Any]:
+    """What one network costs beside the ensemble it was made of, and what both are worth where images can tell."""
+
+    def facts(predictor: Predictor) -> dict[str, Any]:
+        found: dict[str, Any] = {"networks": len(predictor.specs)}
+        found["parameters"] = sum(spec.parameter_count() for spec in predictor.specs)
+        found["bytes"] = sum(bytes_of(spec) for spec in predictor.specs)
+        found["ms_per_image"] = round(milliseconds(predictor, device), 4)
+        if judges is not None:
+            found["accuracy"] = accuracy(scores_of(predictor, judges.images, device), judges.labels)
+        return found
+
+    return {"teacher": facts(teacher), "student": facts(student)}
 
 
 def change_model(
@@ -308,10 +355,10 @@ def _verdict(predictor: Predictor, gate: Gate, judges: Part, order: Order) -> di
     right, told = scores.argmax(1) == labels, [one.manifest.counts for one in gate.waiting]
     counts = None if None in told else [sum(column) for column in zip(*told, strict=True)]
     judged = plausible.judge(right, labels, counts, classes)
-    accuracy = float(right.double().mean())
+    reached = float(right.double().mean())
     best = max((one.manifest.sender for one in gate.waiting), key=gate.accuracies.__getitem__)
     alone = gate.accuracies[best]
-    found = {"images": len(labels), "accuracy": accuracy, "best_site": best, "best_site_accuracy": alone}
+    found = {"images": len(labels), "accuracy": reached, "best_site": best, "best_site_accuracy": alone}
     if not judged.passes or not bool(scores.isfinite().all()):
         if not order.keep_bad:
             raise BadInput(
@@ -320,12 +367,12 @@ def _verdict(predictor: Predictor, gate: Gate, judges: Part, order: Order) -> di
                 " another --fusion, or give --keep-bad"
             )
         gate.notes.append("WARNING: the fused model is no better than chance on the validation images")
-    elif accuracy < alone:
+    elif reached < alone:
         gate.notes.append(
-            f"WARNING: the fused model has {accuracy:.1%} on the validation images, less than the {alone:.1%} of {best}"
+            f"WARNING: the fused model has {reached:.1%} on the validation images, less than the {alone:.1%} of {best}"
             " alone; look at the parcels, or use another --fusion"
         )
-    return found | {"better_than_chance": judged.passes, "worse_than_best_site": accuracy < alone}
+    return found | {"better_than_chance": judged.passes, "worse_than_best_site": reached < alone}
 
 
 def _enough(gate: Gate, least: int | None) -> None:
