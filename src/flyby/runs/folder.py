@@ -26,8 +26,8 @@ from flyby.settings import build
 class Result(BaseModel):
     """What one run found: ``result.json``. ``accuracy`` is on the common test images (FOL: the mean of the nodes' own),
     ``per_client`` on each participant's own, ``accuracy_common`` the mean of the nodes' on the common images weighted
-    as their own classes, ``teacher_accuracy`` what a distilled model's teacher has; what a run has no figure for is None
-    and not in the file."""
+    as their own classes, ``teacher_accuracy`` what a distilled model's teacher has; what a run has no figure for is not
+    in the file."""
 
     model_config = ConfigDict(extra="forbid")
     schema_version: Literal[1] = 1

@@ -3,8 +3,9 @@
 An ensemble of K networks is K times as large and slow as one. Here its answers are distilled into one, on unlabelled
 proxy images where the server has some, on images made from the networks alone as DENSE makes them, or on both. On proxy
 images the student sees what the teacher sees, always: every pass shows new shifts, mirror images and blends of two, and
-the teacher is asked about each of them ("patient and consistent", Beyer et al., CVPR 2022). T^2 KL(softmax(t/T) ||
-softmax(s/T)), SGD with momentum, one cycle of the learning rate. The student starts at the largest client's
+the teacher is asked about each of them ("patient and consistent", Beyer et al., CVPR 2022). KL(softmax(b t) ||
+softmax(s)), with b >= 1 so that the teacher is sure enough; SGD with momentum, one cycle of the learning rate. The
+student starts at the largest client's
 backbone with a fresh linear head: features of thousands of labelled images, for nothing.
 """
 
@@ -30,6 +31,8 @@ from flyby.models import Network
 from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 
+LOOK = 1024  # images on which a teacher's confidence is measured
+
 
 class CompactSettings(DenseSettings):
     teacher: TeacherName = Field("experts-calibrated", description="the rule to be made one network of")
@@ -40,6 +43,12 @@ class CompactSettings(DenseSettings):
     start: Literal["largest", "fresh"] = Field(
         "largest", description="where the student starts: the backbone of the client with most images, or afresh"
     )
+    confidence: float | None = Field(
+        0.9,
+        gt=0,
+        lt=1,
+        description="a teacher less sure is sharpened until its mean largest chance is this; null leaves it as it is",
+    )
     blends: float = Field(0.5, ge=0, le=1, description="share of a batch that is blended with other images")
     epochs: int = Field(200, ge=1, le=100_000)
     batch: int = Field(128, ge=2)
@@ -47,7 +56,7 @@ class CompactSettings(DenseSettings):
     weight_decay: float = Field(5e-4, ge=0)
     schedule: Literal["constant", "cosine", "one-cycle"] = "one-cycle"
     clip: float | None = Field(10.0, gt=0)
-    temperature: float = Field(4.0, gt=0)
+    temperature: float = Field(1.0, gt=0)
 
 
 class Compact(Dense):
@@ -58,6 +67,8 @@ class Compact(Dense):
     about = "any rule's ensemble distilled into one network, on proxy images (--proxy PATH) or synthetic ones"
     settings_type: ClassVar[type[FusionSettings]] = CompactSettings
     settings: CompactSettings
+    sharpness: float = 1.0  # what the teacher's log-chances are multiplied by
+    looked: Pool | None = None
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         source, given = self.settings.source, server.proxy is not None and len(server.proxy) > 0
@@ -67,6 +78,7 @@ class Compact(Dense):
                 " proxy=PATH), or set fusion.source=synthetic"
             )
         self.synthetic = source in ("synthetic", "both") or not given
+        self.sharpness, self.looked = 1.0, None
         return super().combine(parcels, server)
 
     def learner(self, parcels: Inbox, seed: int) -> Learner:
@@ -83,7 +95,13 @@ class Compact(Dense):
         return pool
 
     def grow(self, pool: Pool, teachers: Teachers, learner: Learner, seed: int, epoch: int) -> dict[str, float]:
-        return super().grow(pool, teachers, learner, seed, epoch) if self.synthetic else {}
+        noted = super().grow(pool, teachers, learner, seed, epoch) if self.synthetic else {}
+        if self.settings.confidence is not None and self.looked is not pool:
+            # From images that an interrupted fusion would find again at the same places.
+            first = pool.images[: self.settings.images] if self.synthetic else pool.images[:: -(-len(pool) // LOOK)]
+            told = teachers.answer(pool.weights, teachers.say(as_unit(first)))
+            self.sharpness, self.looked = sharpness(told, self.settings.confidence), pool
+        return noted
 
     def inputs(
         self, images: Tensor, said: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
@@ -91,6 +109,20 @@ class Compact(Dense):
         x = teachers.view(as_unit(images), rng) if self.settings.augment else as_unit(images)
         x = blend(x, self.settings.blends, rng)
         return x, teachers.say(x)
+
+    def loss(self, learner: Learner, x: Tensor, said: Tensor, told: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(learner, x, said, self.sharpness * told, labels)
+
+
+def sharpness(told: Tensor, confidence: float, most: float = 64.0) -> float:
+    """The least b >= 1 for which the mean over images of max softmax(b t) reaches ``confidence``: an expert's chances
+    say who is right more than how surely, and a student learns faster from the former."""
+    low, high = 1.0, most
+    for _ in range(30):
+        middle = (low + high) / 2
+        reached = float((middle * told).softmax(1).amax(1).mean()) >= confidence
+        low, high = (low, middle) if reached else (middle, high)
+    return high if float(told.softmax(1).amax(1).mean()) < confidence else 1.0
 
 
 def inherit(network: Network, parcels: Inbox) -> None:

@@ -14,7 +14,8 @@ from flyby.parcels.inbox import Inbox
 
 def site_views(parcels: Inbox) -> tuple[int, bool]:
     """(pixels to shift by, whether to mirror), as all sites trained by what their parcels say: a network that never saw
-    a shifted or a mirrored digit has nothing to teach about one. Shifts are by an eighth of the side, 4 pixels of 32."""
+    a shifted or a mirrored digit has nothing to teach about one. Shifts are by an eighth of the side, 4 of 32 pixels.
+    """
 
     def views(provenance: object) -> dict[str, object]:
         found = provenance.get("views") if isinstance(provenance, dict) else None
