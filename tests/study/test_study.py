@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from factories import call, done, make_npz, make_stripes, one_line, result_of, stripes
 from flyby.errors import BadInput
-from flyby.fusion import FUSIONS, Fusion, Inbox
+from flyby.fusion import FUSIONS, Inbox
+from flyby.fusion.weights.average import FedAvg
 from flyby.models import ModelSpec
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
@@ -208,7 +209,7 @@ def test_a_bad_study_is_refused_in_one_sentence(text: str | bytes, said: str, tm
 def test_what_cannot_work_is_refused_before_anything_is_run(
     change: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Needy(Fusion):
+    class Needy(FedAvg):
         name = "needy"
         needs = frozenset({"horoscopes"})
 
@@ -219,7 +220,7 @@ def test_what_cannot_work_is_refused_before_anything_is_run(
 
 
 def test_a_rule_may_need_what_the_study_asks_the_sites_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Means(Fusion):
+    class Means(FedAvg):
         name = "means"
         needs = frozenset({"weights", "class-means"})
 

@@ -271,7 +271,7 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "attack_success",
         "by_round",
     )
-    own = result.get("per_client")
+    own, alone = result.get("per_client"), result.get("local_accuracy")
     threat: dict[str, Any] = {
         name: value
         for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant))
@@ -297,6 +297,7 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "seed": cell.config.seed,
         **{k: result[k] for k in kept if k in result},
         "own_accuracy": sum(own.values()) / len(own) if own else None,
+        **({"local_accuracy": sum(alone.values()) / len(alone)} if alone else {}),
         **threat,
         "date": time.strftime("%Y-%m-%d"),
     }

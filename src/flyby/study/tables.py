@@ -90,6 +90,7 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
             lines.append(
                 f"| {line[0]} | {line[1]} | " + " | ".join(_shown(v, notes) if v else "" for v in found) + " |"
             )
+    lines += _alone(rows, wanted, alphas)
     printed = [f for f in figures if f["alpha"] in alphas]
     for label in dict.fromkeys((f["method"], f["source"], f.get("caveat", "")) for f in printed):
         method, source, caveat = label
@@ -112,6 +113,18 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
         hardware = ", ".join(sorted({row["hardware"] for row in whole}))
         lines.append(f"Training one set of uploads took {min(spent):.0f} to {max(spent):.0f} s ({hardware}).")
     return lines + ([""] if notes else []) + [f"- [{i}] {note}" for i, note in enumerate(notes, 1)]
+
+
+def _alone(rows: list[Row], wanted: dict[str, tuple[str, str]], alphas: list[float]) -> list[str]:
+    """What the sites' own models reach on the common test images, once for each set of uploads."""
+    lines = []
+    for method in dict.fromkeys(name for name, _ in wanted.values()):
+        mine = [row for row in rows if wanted[row["key"]][0] == method and "local_accuracy" in row]
+        by_alpha = [{r["split_hash"]: r["local_accuracy"] for r in mine if r["alpha"] == a} for a in alphas]
+        if any(by_alpha):
+            cells = " | ".join(cell_text(list(found.values())) if found else "" for found in by_alpha)
+            lines.append(f"| {method} | none: the sites' own models, mean | {cells} |")
+    return lines
 
 
 def _shown(rows: list[Row], notes: list[str]) -> str:

@@ -5,8 +5,7 @@ proxy images where the server has some, on images made from the networks alone a
 images the student sees what the teacher sees, always: every pass shows new shifts, mirror images and blends of two, and
 the teacher is asked about each of them ("patient and consistent", Beyer et al., CVPR 2022). KL(softmax(b t) ||
 softmax(s)), with b >= 1 so that the teacher is sure enough; SGD with momentum, one cycle of the learning rate. The
-student starts at the largest client's
-backbone with a fresh linear head: features of thousands of labelled images, for nothing.
+student starts at the largest client's backbone with a fresh linear head.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class CompactSettings(DenseSettings):
         "largest", description="where the student starts: the backbone of the client with most images, or afresh"
     )
     confidence: float | None = Field(
-        0.9,
+        0.95,
         gt=0,
         lt=1,
         description="a teacher less sure is sharpened until its mean largest chance is this; null leaves it as it is",
