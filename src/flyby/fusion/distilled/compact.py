@@ -25,6 +25,7 @@ from flyby.fusion.distilled.feddf import add_proxy
 from flyby.fusion.distilled.synthesis import Pool, as_unit
 from flyby.fusion.distilled.teachers import TeacherName, Teachers
 from flyby.fusion.distilled.views import blend
+from flyby.fusion.ensembles.experts import ExpertsCalibrated
 from flyby.fusion.predictor import Predictor
 from flyby.models import Network
 from flyby.parcels.inbox import Inbox
@@ -34,7 +35,7 @@ LOOK = 1024  # images on which a teacher's confidence is measured
 
 
 class CompactSettings(DenseSettings):
-    teacher: TeacherName = Field("experts-calibrated", description="the rule to be made one network of")
+    teacher: TeacherName = Field(ExpertsCalibrated.name, description="the rule to be made one network of")
     source: Literal["auto", "synthetic", "proxy", "both"] = Field(
         "auto",
         description="what it learns on; auto: proxy images where there are some, synthetic ones where there are none",
@@ -64,6 +65,7 @@ class Compact(Dense):
     name = "compact"
     paper = "flyby"
     about = "any rule's ensemble distilled into one network, on proxy images (--proxy PATH) or synthetic ones"
+    needs = ExpertsCalibrated.needs  # its teacher's, where no other is named
     settings_type: ClassVar[type[FusionSettings]] = CompactSettings
     settings: CompactSettings
     sharpness: float = 1.0  # what the teacher's log-chances are multiplied by

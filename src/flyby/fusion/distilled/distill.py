@@ -152,8 +152,8 @@ class Distillation(Fusion):
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         super().__init__(settings)
-        if self.settings.teacher not in MEANS:
-            self.needs = self.needs | rule_of(self.settings.teacher).needs
+        word = self.settings.teacher
+        self.needs = frozenset({"weights"}) | (rule_of(word).needs if word not in MEANS else frozenset())
 
     def teacher(self, parcels: Inbox, server: Server) -> Predictor:
         """With the weights it ended with, which the report of its work holds."""

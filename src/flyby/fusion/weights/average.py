@@ -119,7 +119,7 @@ class EnsembleFusion(Fusion):
 
 
 @torch.no_grad()
-def likeliest(networks: Iterable[Network], judges: Part, steps: int = 200) -> list[float]:
+def likeliest(networks: Iterable[Network], judges: Part, steps: int = 10_000) -> list[float]:
     """The weights w on the simplex with the largest sum_n log sum_k w_k p_k(y_n | x_n), by expectation maximisation:
     w_k <- mean_n of client k's share in what the mixture says of the right class. The problem is convex, and every step
     climbs."""
@@ -130,5 +130,7 @@ def likeliest(networks: Iterable[Network], judges: Part, steps: int = 200) -> li
     each = torch.stack(told)  # [K, N]
     weights = torch.full((len(each),), 1 / len(each), dtype=torch.float64)
     for _ in range(steps):
-        weights = (each + weights.log()[:, None]).softmax(0).mean(1)
+        before, weights = weights, (each + weights.log()[:, None]).softmax(0).mean(1)
+        if float((weights - before).abs().max()) < 1e-7:
+            break
     return [float(w) for w in weights]
