@@ -703,7 +703,7 @@ STUDENT: dict[str, Any] = SMALL | {"lr": 0.1}
     ("rule", "settings"),
     [
         ("dense", STUDENT | {"epochs": 6, "passes": 5}),
-        ("coboosting", STUDENT | {"epochs": 8, "passes": 6}),
+        ("coboosting", STUDENT | {"epochs": 8, "passes": 6, "bn": 1.0, "adv": 0.1, "teacher": "probabilities"}),
         ("intactofl", SMALL | {"epochs": 3, "passes": 3, "adv": 0.3}),
         ("feddf", {"epochs": 40, "batch": 64}),
     ],

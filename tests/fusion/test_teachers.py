@@ -364,7 +364,7 @@ def test_the_student_starts_at_the_largest_clients_backbone() -> None:
     assert made_one.specs[0] == CNN, "with a linear head"
 
 
-@pytest.mark.parametrize("source", ["auto", "proxy", "both", "synthetic"])
+@pytest.mark.parametrize("source", ["auto", "both", "synthetic"])
 def test_compact_goes_on_where_it_was_interrupted(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fusion() -> Compact:
         return Compact(CompactSettings(**TINY | {"epochs": 4, "source": source}))

@@ -897,3 +897,35 @@ def test_tracking_without_tensorboard_is_refused_before_training(
     message = one_line(call(*words(data, tmp_path / "out", "--track")))
     assert "pip install 'flyby[track]'" in message
     assert not (tmp_path / "out").exists()
+
+
+SMALL = "epochs=1,images=4,steps=1,latent=2,generator_width=1,batch=4"
+
+
+def test_a_rule_that_draws_is_run_with_every_server_seed_on_the_same_uploads(tmp_path: Path) -> None:
+    """Its teacher's accuracy and the sites' own stand in the row and in the table."""
+    rules = ["ensemble:mean=logits", f"dense:{SMALL}", f"dense:{SMALL},teacher=probabilities"]
+    study = tiny(methods=["ensemble"], fusions=rules, server_seeds=[0, 5], settings=[])
+    assert [(c.rule, c.config.server_seed) for c in cells(study)] == [
+        (rules[0], None),
+        *((rule, seed) for rule in rules[1:] for seed in (0, 5)),
+    ]
+    assert len({c.key for c in cells(study)}) == 5
+    place = tmp_path / "results" / "drawn.jsonl"
+    assert run_study(study, place, tmp_path / "work", **QUICK) == (5, 0)
+    rows = read_rows(place)
+    assert sum(row["trained"] for row in rows) == 5, "one set of uploads"
+    mean, *students = rows
+    assert "teacher_accuracy" not in mean
+    assert [row["server_seed"] for row in students] == [0, 5, 0, 5]
+    assert {row["teacher_accuracy"] for row in students[:2]} == {mean["accuracy"]}, "the mean of logits taught"
+    text = render(study, place)
+    teacher = 100 * mean["accuracy"]
+    assert f"(n=2); teacher {teacher:.2f} |" in text
+    assert "server seeds 0, 5 on each" in text
+    assert f"| ensemble | none: the sites' own models, mean | {100 * mean['local_accuracy']:.2f} (n=1) |" in text
+    rows[0]["note"] = "entered by hand"
+    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = render(study, place)
+    assert f"| {teacher:.2f} (n=1) [1] |" in text
+    assert "- [1] entered by hand" in text
