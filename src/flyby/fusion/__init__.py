@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from flyby.fusion.base import Fusion, FusionSettings, Server
+from flyby.fusion.base import FUSIONS, Fusion, FusionSettings, Server
 from flyby.fusion.closed.fishermix import FisherMix
 from flyby.fusion.closed.lda import Lda, NaiveBayes
 from flyby.fusion.closed.ridge import Ridge
 from flyby.fusion.distilled.coboosting import CoBoosting
+from flyby.fusion.distilled.compact import Compact
 from flyby.fusion.distilled.dense import Dense
 from flyby.fusion.distilled.fedcvae import FedCvae, FedCvaeKd
 from flyby.fusion.distilled.feddf import FedDF
@@ -21,15 +22,15 @@ from flyby.fusion.weights.fedlpa import FedLpa
 from flyby.fusion.weights.maecho import MaEcho
 from flyby.fusion.weights.ot import OtFusion
 from flyby.parcels.inbox import Inbox
-from flyby.registry import Registry
 
 RULES: tuple[type[Fusion], ...] = (
     *(FedAvg, EnsembleFusion, Iffi, Experts, ExpertsSoftmax, ExpertsGate, ExpertsCalibrated),
-    *(FedProto, FedTgp, FedCvae, FedCvaeKd, Dense, CoBoosting, FedDF, IntactOFL, FedLpa, MaEcho, OtFusion),
+    *(FedProto, FedTgp, FedCvae, FedCvaeKd, Dense, CoBoosting, FedDF, IntactOFL, Compact, FedLpa, MaEcho, OtFusion),
     *(Median, Trimmed, Clipped, EnsembleMedian, EnsembleTrimmed),
     *(Ridge, Lda, NaiveBayes, FisherMix),
 )
-FUSIONS: Registry[type[Fusion]] = Registry("fusion", {f.name: f for f in RULES}, group="flyby.fusions")
+for _rule in RULES:
+    FUSIONS[_rule.name] = _rule
 for _made in (IffiPredictor, ExpertsPredictor, NearestMeans, GatedPredictor, RobustEnsemble):
     PREDICTORS[_made.kind] = _made
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -86,6 +88,20 @@ def _piece(predictor: Predictor) -> int:
     network of a shelf again."""
     widest = max(len(predictor.class_names), max(spec.feature_dim() for spec in set(predictor.specs)))
     return max(1, VOICES // (4 * len(predictor.specs) * widest * BATCH)) * BATCH
+
+
+@torch.no_grad()
+def milliseconds(predictor: Predictor, device: torch.device | str = "cpu", batch: int = 64, repeats: int = 5) -> float:
+    """The median time of one image, in batches, measured here and now."""
+    predictor = predictor.eval().to(device)
+    spec = predictor.specs[0]
+    images = torch.zeros((batch, *spec.size, spec.channels), dtype=getattr(torch, spec.pixels), device=device)
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        predictor(images).cpu()  # which waits for a GPU
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) * 1000 / batch
 
 
 def check_fit(predictor: Predictor, data: Dataset) -> None:

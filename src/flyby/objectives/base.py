@@ -23,12 +23,13 @@ from flyby.statistics.catalogue import computed, named
 
 @dataclass(frozen=True)
 class Batch:
-    """Augmented images ``[V*B, C, H, W]`` and the labels of all of them ``[V*B]`` (view v of sample i is row v*B +
-    i)."""
+    """Augmented images ``[V*B, C, H, W]`` and the labels of all of them ``[V*B]`` (view v of sample i is row v*B + i);
+    ``plain`` are the images as the site has them ``[B, H, W, C]``, where somebody asks for those."""
 
     images: Tensor
     labels: Tensor
     views: int
+    plain: Tensor | None = None
 
 
 @dataclass

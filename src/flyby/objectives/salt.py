@@ -84,11 +84,8 @@ class Salt(Objective):
             similarity = features @ prototypes.T
             logits = similarity if head.scale is None else similarity * head.scale  # type: ignore[operator]
             cls = F.cross_entropy(logits, batch.labels)
-            feat = (
-                cls
-                if weights.proto_tau == 1.0 and head.scale is None
-                else F.cross_entropy(similarity / weights.proto_tau, batch.labels)
-            )
+            # Where the head has a scale both terms are of scaled cosines: unit prototypes alone cannot be sure of any.
+            feat = cls if weights.proto_tau == 1.0 else F.cross_entropy(logits / weights.proto_tau, batch.labels)
             own = F.cross_entropy(prototypes @ prototypes.T, torch.arange(len(prototypes), device=prototypes.device))
             con = supcon(features, batch.labels, weights.tau, len(prototypes))
         total = weights.cls * cls + weights.con * con + weights.proto_self * own + weights.proto_feat * feat

@@ -81,6 +81,7 @@ class RunConfig(BaseModel):
     )
     epsilon: float = Field(1.0, gt=0)
     proxy: str | None = None
+    server_seed: int | None = Field(None, ge=0, description="what the server draws by, where not by the run's seed")
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
     attack: AttackSettings = AttackSettings()
     admission: Literal["none", "default", "validated"] = Field(
@@ -94,7 +95,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelSettings,
     "attack": AttackSettings,
 }
-TOP = ("codec", "counts", "epsilon", "proxy", "locals", "admission")
+TOP = ("codec", "counts", "epsilon", "proxy", "server_seed", "locals", "admission")
 
 
 def make_config(
@@ -251,9 +252,10 @@ def _rule(config: RunConfig, method: Method, objective: type[Objective], setting
     if name is None:
         return None
     kind = FUSIONS[name]
-    check_pair(objective, kind, settings)
+    rule = kind(build(kind.settings_type, {**method.fusion_settings.get(name, {}), **config.fusion}, "fusion"))
+    check_pair(objective, rule, settings)
     if not kind.data_free and config.proxy is None:
         raise BadInput(
             f"{name} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
         )
-    return kind(build(kind.settings_type, {**method.fusion_settings.get(name, {}), **config.fusion}, "fusion"))
+    return rule

@@ -164,7 +164,9 @@ def settings_for(rule: str, methods: Iterable[str]) -> dict[str, Any]:
     return dict(given[0]) if given and all(one == given[0] for one in given) else {}
 
 
-def check_pair(objective: type[Objective], fusion: type[Fusion], settings: ObjectiveSettings | None = None) -> None:
+def check_pair(
+    objective: type[Objective], fusion: Fusion | type[Fusion], settings: ObjectiveSettings | None = None
+) -> None:
     """Refuse, before any training, a server rule that asks for what the sites' objective does not send under its
     settings."""
     sent = objective.provided(settings or objective.settings_type())

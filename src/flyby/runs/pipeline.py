@@ -174,7 +174,7 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
         clean = part_of(held_out(bundle, split)) if config.admission == "validated" else None
         let_in, ledger, found = entrance(rule, config.admission, sent, uploads.sent, uploads.liars, clean, device)
     ledger.save(run.ledger)
-    server = Server(opened.proxy, config.seed, device, run.server)
+    server = Server(opened.proxy, config.seed if config.server_seed is None else config.server_seed, device, run.server)
     if rule is not None:
         predictor = engine_named(opened.engine).fuse(rule, let_in, server)
         if server.report:
@@ -187,6 +187,8 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
     opened.mark("fuse")
     judge = Judge(bundle, split, device)
     found = judge.judged(predictor, sent, config.locals) | found
+    if rule is not None and (teacher := rule.teacher(let_in, server)) is not None:
+        found["teacher_accuracy"] = judge.look(teacher).accuracy
     honest = sent if uploads.sent == uploads.honest else Inbox(uploads.honest)
     start = config.seed if opened.plans[0].recipe.train.init == "shared" else None
     alike = judge.consistency(honest, start, uploads.jobs[0].folder / "consistency.json")

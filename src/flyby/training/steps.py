@@ -55,7 +55,8 @@ class Step:
             self.captured(self.take, rows)
 
     def take(self, rows: Tensor) -> None:
-        batch = Batch(self.view(self.train.images[rows]), self.train.labels[rows].repeat(self.views), self.views)
+        plain = self.train.images[rows]
+        batch = Batch(self.view(plain), self.train.labels[rows].repeat(self.views), self.views, plain)
         with autocast(self.settings.precision, self.device):
             terms = self.objective.loss(self.model, batch, self.progress)
         self.optimizer.zero_grad(set_to_none=True)
