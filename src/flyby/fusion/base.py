@@ -47,9 +47,9 @@ class Fusion(ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     about: ClassVar[str] = ""
-    needs: ClassVar[frozenset[str]] = frozenset({"weights"})
+    needs: frozenset[str] = frozenset({"weights"})  # of a rule with its settings; a class has those of its defaults
     heterogeneous: ClassVar[bool] = False
-    data_free: ClassVar[bool] = True  # False: it cannot work without proxy images
+    data_free: bool = True  # False: it cannot work without proxy images
     draws: ClassVar[bool] = False  # it makes images of its own, or changes some, which are bytes
     settings_type: ClassVar[type[FusionSettings]] = FusionSettings
 

@@ -43,6 +43,17 @@ def features_of(network: Network, images: Tensor, label: str = "") -> Tensor:
 
 
 @torch.no_grad()
+def shown_of(network: Network, images: Tensor) -> Tensor:
+    """The same in every way of the shift that the network knows, ``[N, R, d]``; plain ``[N, d]`` where it knows
+    none."""
+    if not network.head.shift:
+        return features_of(network, images)
+    device = next(network.parameters()).device
+    pieces = torch.split(images, at_once(network.spec, 512))
+    return torch.cat([network.shown(network.prepare(piece.to(device))).float() for piece in pieces])
+
+
+@torch.no_grad()
 def pooled_of(network: Network, images: Tensor, label: str = "") -> Tensor | None:
     """What the network's frozen backbone makes of images: float32 ``[N, dim]`` on the host, from the cache or computed
     and kept there. None where the network has no frozen backbone."""

@@ -230,15 +230,23 @@ def _spec(asked: ModelSettings, data: Dataset) -> ModelSpec:
     return ModelSpec(**shape, name=asked.name or ("cnn-small" if min(data.size) < 24 else "resnet18"))
 
 
-def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:
+def rule_of(config: RunConfig, method: Method) -> Fusion | None:
     """The server's rule with its settings; None where there is no server."""
     name = config.fusion_name or method.fusion
     if name is None:
         return None
     kind = FUSIONS[name]
-    check_pair(objective, kind, settings)
-    if not kind.data_free and config.proxy is None:
-        raise BadInput(
-            f"{name} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
-        )
     return kind(build(kind.settings_type, {**method.fusion_settings.get(name, {}), **config.fusion}, "fusion"))
+
+
+def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:
+    """The same, refused where it could not work."""
+    rule = rule_of(config, method)
+    if rule is None:
+        return None
+    check_pair(objective, rule, settings)
+    if not rule.data_free and config.proxy is None:
+        raise BadInput(
+            f"{rule.name} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
+        )
+    return rule

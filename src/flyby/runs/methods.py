@@ -62,11 +62,21 @@ FED3R = "Fed3R: Fani et al., ICML 2024"
 FEDETF = "FedETF: Li et al., ICCV 2023"
 FOL = "FOL: Huang and Shu, ICML 2025"
 GH = "GH-OFL"
+SRA = "FedSRA, 2026"
 YIN = "Yin et al., ICML 2018"
 # The rule for prototype clients where the user names none; docs/experts.md shows what it earned this place with. FAFI
 # and AURORA are published with `iffi`: all of them share one default here, so that a comparison of clients never
 # compares server rules by accident.
 BEST = "experts-calibrated"
+# The most accurate pair from scratch that we know, and all that is chosen about it; docs/best.md says how.
+MOST_ACCURATE = Method(
+    "best",
+    "bearings",
+    "best",
+    "our most accurate from scratch: bearings at the sites, calibrated experts at the server",
+    objective_settings={"shift": "turns", "most_classes": 10},
+    fusion_settings={"best": {"negatives": "scraps", "exponent": 0.5, "sharpness": 16.0, "power": 1.0}},
+)
 
 BUILT_IN: tuple[Method, ...] = (
     Method("local", "supervised", None, "every site keeps its own model; nothing is exchanged"),
@@ -77,6 +87,9 @@ BUILT_IN: tuple[Method, ...] = (
     _anchored("aurora", "SALT plus an anchor whose strength each site learns", AURORA),
     _anchored("aurora-no-stability", "AURORA without the bound on lambda", AURORA, weighting="meta-anneal"),
     _anchored("aurora-no-decouple", "AURORA, plain coupled uncertainty weighting", AURORA, weighting="kendall"),
+    Method("fedsra", "fedsra", "standardised", "fixed anchors at the sites, standardised features at the server", SRA),
+    Method("bearings", "bearings", "experts", "SALT on classes and quarter turns: experts that know their classes"),
+    MOST_ACCURATE,
     *(Method(name, "supervised", None, v.about, FOL, orient=name) for name, v in VARIANTS.built_in.items()),
     Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", FEDETF),
     _supervised(
@@ -164,7 +177,9 @@ def settings_for(rule: str, methods: Iterable[str]) -> dict[str, Any]:
     return dict(given[0]) if given and all(one == given[0] for one in given) else {}
 
 
-def check_pair(objective: type[Objective], fusion: type[Fusion], settings: ObjectiveSettings | None = None) -> None:
+def check_pair(
+    objective: type[Objective], fusion: Fusion | type[Fusion], settings: ObjectiveSettings | None = None
+) -> None:
     """Refuse, before any training, a server rule that asks for what the sites' objective does not send under its
     settings."""
     sent = objective.provided(settings or objective.settings_type())
