@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 CHANCE = 1 / WAYS
 LEAST = 0.32  # of held-out images that must be told right: chance is 1/4
 SURE = 2.0  # standard errors above chance, where so few images are held out that LEAST could be luck
-STEPS, BATCH, SIDE, LEARN, JUDGE = 200, 64, 32, 2000, 400  # of the small network and its images
+STEPS, BATCH, SIDE, LEARN, JUDGE = 120, 64, 16, 2000, 400  # of the small network and its images
 
 
 class BearingsSettings(SaltSettings):
