@@ -92,7 +92,7 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
 
 def sizes(count: int, batch: int, least: int = 1) -> list[int]:
     """How many images are asked about at once; a rest of fewer than ``least`` goes with those before it."""
-    found = [min(batch, count - start) for start in range(0, count, batch)]
+    found = [min(batch, count - start) for start in range(0, count, batch)] or [0]
     return [*found[:-2], sum(found[-2:])] if len(found) > 1 and found[-1] < least else found
 
 

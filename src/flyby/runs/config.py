@@ -80,6 +80,9 @@ class RunConfig(BaseModel):
     admission: Literal["none", "default", "validated"] = Field(
         "none", description="the gate before the server, without or with held-out images"
     )
+    judge: Literal["test", "held-out"] = Field(
+        "test", description="what accuracies are of: held-out are the sites' validation images, to choose settings by"
+    )
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -88,7 +91,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelSettings,
     "attack": AttackSettings,
 }
-TOP = ("codec", "counts", "epsilon", "proxy", "locals", "admission")
+TOP = ("codec", "counts", "epsilon", "proxy", "locals", "admission", "judge")
 
 
 def make_config(

@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,8 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
             card = {"method": config.method, "fusion": rule.name, "sites": len(sent)}
             save_predictor(predictor, run.model, card, export=False)
     opened.mark("fuse")
-    judge = Judge(bundle, split, device)
+    chosen_by = replace(bundle, test=held_out(bundle, split), validation=None) if config.judge == "held-out" else bundle
+    judge = Judge(chosen_by, split, device)
     found = judge.judged(predictor, sent, config.locals) | found
     honest = sent if uploads.sent == uploads.honest else Inbox(uploads.honest)
     start = config.seed if opened.plans[0].recipe.train.init == "shared" else None

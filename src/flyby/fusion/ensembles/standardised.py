@@ -133,7 +133,7 @@ class Standardised(Fusion):
         if not float(shares.sum()):
             raise BadInput("the parcels' sample counts add up to nothing, so nobody has a weight; use experts")
         tensors = {
-            "prototypes": torch.einsum("kc,krcd->rcd", votes, torch.stack(rows)),
+            "prototypes": torch.einsum("kc,krcd->rcd", votes, torch.stack(rows)).contiguous(),
             "shares": (shares / shares.sum()).float(),
         }
         if self.settings.moments != "batch":
