@@ -35,6 +35,7 @@ from flyby.statistics.foreign import foreign, leave_one_out
 from flyby.statistics.moments import moments, moments_of
 
 SPEC = ModelSpec(name="cnn-small", classes=3, channels=1, size=(8, 8), widths={"conv1": 4, "conv2": 5, "conv3": 6})
+SITES_DEFAULTS = OBJECTIVES["bearings"].settings_type().model_dump()
 HEADS = ("linear", "prototype", "etf", "turns", "patches")
 COUNTS = ((40, 10, 0), (0, 30, 50), (0, 0, 20))
 
@@ -303,7 +304,7 @@ def test_without_calibration_and_softmax_it_orders_as_experts_do() -> None:
 
 
 def test_calibration_is_of_raw_features() -> None:
-    with pytest.raises(BadInput, match="with fusion.features=standardised take fusion.negatives=none"):
+    with pytest.raises(BadInput, match=r"with fusion\.features=standardised take fusion.negatives=none"):
         Best(BestSettings(features="standardised"))
     assert Best().needs == {"weights", "class_counts", "prototypes", "calibration"} == Best.needs
     assert "foreign" in Best(BestSettings(negatives="worst")).needs
@@ -373,5 +374,5 @@ def test_the_best_pair_is_one_place() -> None:
     method = METHODS["best"]
     objective = OBJECTIVES[method.objective]
     check_pair(objective, FUSIONS["best"], objective.settings_type(**method.objective_settings))
-    assert method.fusion == "best"
-    BestSettings(**method.fusion_settings["best"])
+    assert (method.fusion, method.fusion_settings) == ("best", {}), "the rule is the same for every upload"
+    assert method.objective_settings.items() <= SITES_DEFAULTS.items(), "its uploads are those of bearings"

@@ -25,9 +25,9 @@ from flyby.fusion.ensembles.experts import ExpertsPredictor, ExpertsSettings, ex
 from flyby.fusion.ensembles.iffi import Iffi, IffiSettings, class_votes
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
+from flyby.objectives.anchored import AnchorSettings
 from flyby.objectives.aurora import Aurora, AuroraSettings
 from flyby.objectives.base import Objective
-from flyby.objectives.anchored import AnchorSettings
 from flyby.objectives.etf import BalancedEtf
 from flyby.objectives.salt import Salt, SaltSettings
 from flyby.objectives.supervised import Supervised, SupervisedSettings

@@ -24,9 +24,9 @@ from flyby.fusion.ensembles.iffi import Iffi
 from flyby.models import ModelSpec, Network
 from flyby.models.anchors import simplex_etf
 from flyby.objectives import OBJECTIVES
+from flyby.objectives.anchored import AnchorSettings
 from flyby.objectives.aurora import Aurora, AuroraSettings, first_log_sigma
 from flyby.objectives.base import Batch, Objective
-from flyby.objectives.anchored import AnchorSettings
 from flyby.objectives.etf import BalancedEtf
 from flyby.objectives.salt import Salt, SaltSettings, supcon
 from flyby.objectives.weighting import WEIGHTINGS, Learnable, TwoScalars, Uncertainty, Weighting, WeightingSettings

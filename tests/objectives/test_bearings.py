@@ -177,8 +177,8 @@ def test_a_site_falls_back_and_says_so(caplog: pytest.LogCaptureFixture, monkeyp
 
 
 def test_few_images_must_be_told_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bearings, "told_apart", lambda *_: (0.5, judged))
     for judged, head in ((9, "prototype"), (13, "turns")):  # 1/4 + 2 sqrt(3/16/n) is .539 and .490
+        monkeypatch.setattr(bearings, "told_apart", lambda *_, n=judged: (0.5, n))
         objective = Bearings(BearingsSettings())
         spec = Bearings.adapt_spec(SPEC, objective.settings)
         assert objective.fitted(spec, site_of(lamps(), torch.zeros(120, dtype=torch.int64)), 0).head == head

@@ -219,7 +219,7 @@ def test_small_images_are_what_the_network_sees() -> None:
 
 def test_a_network_of_one_size_refuses_small_images() -> None:
     settings = TrainSettings(epochs=4, resolution=(0.5, 1.0))
-    with pytest.raises(BadInput, match="mlp takes images of one size, and train.resolution asks for 16x16"):
+    with pytest.raises(BadInput, match=r"mlp takes images of one size, and train\.resolution asks for 16x16"):
         check_phases(ModelSpec(name="mlp", classes=3, size=(32, 32)), settings)
     check_phases(ModelSpec(name="resnet18", classes=3, size=(32, 32)), settings)
     check_phases(ModelSpec(name="mlp", classes=3, size=(32, 32)), TrainSettings(epochs=4))

@@ -68,14 +68,14 @@ YIN = "Yin et al., ICML 2018"
 # and AURORA are published with `iffi`: all of them share one default here, so that a comparison of clients never
 # compares server rules by accident.
 BEST = "experts-calibrated"
-# The most accurate pair from scratch that we know, and all that is chosen about it; docs/best.md says how.
+# The most accurate pair from scratch that we know. All that is chosen about it stands here for the sites, and as the
+# defaults of ``BestSettings`` for the rule, which serves other uploads too; docs/best.md says how it was chosen.
 MOST_ACCURATE = Method(
     "best",
     "bearings",
     "best",
     "our most accurate from scratch: bearings at the sites, calibrated experts at the server",
     objective_settings={"shift": "turns", "most_classes": 10},
-    fusion_settings={"best": {"negatives": "scraps", "exponent": 0.5, "sharpness": 16.0, "power": 1.0}},
 )
 
 BUILT_IN: tuple[Method, ...] = (
