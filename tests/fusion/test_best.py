@@ -335,6 +335,20 @@ def test_a_client_of_one_class_is_not_sure_of_everything(settings: dict[str, Any
     assert float(said[:, 2].std()) > 0
 
 
+@pytest.mark.parametrize("rule", ["fedavg", "ensemble", "iffi"])
+def test_other_rules_look_at_images_as_they_are(rule: str) -> None:
+    """Of a head that knows turns they take the rows for unturned images, and so they can mix it with one that knows
+    none."""
+    mixed = inbox("turns", "prototype")
+    plain = []
+    for item in mixed:
+        rows = item.weights["head.prototypes"][:3]
+        facts = item.manifest.facts | {"spec": item.manifest.spec.replace(head="prototype")}
+        plain.append(parcel.make(weights=item.weights | {"head.prototypes": rows}, **facts))
+    found, expected = (scores(FUSIONS[rule]().fuse(Inbox(items)), asked()) for items in (mixed, plain))
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
 # -- what is kept
 
 

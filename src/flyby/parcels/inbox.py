@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from flyby.errors import BadInput
 from flyby.models import Network
 from flyby.models.cost import Limits
+from flyby.models.heads import HEADS
 from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of
 from flyby.names import natural
 from flyby.parcels import parcel
@@ -116,6 +118,17 @@ class Inbox:
             raise BadInput(
                 f"{rule} adds features up, but {one} sends {a} dimensions and {other} {b}; use ensemble or experts"
             )
+
+
+def unshifted(item: Parcel) -> Parcel:
+    """The same upload for a rule that shows images as they are: of a head that knows a shift only the rows for those
+    are left, as a plain prototype head."""
+    spec = item.manifest.spec
+    if not HEADS[spec.head].shift:
+        return item
+    weights = item.weights | {"head.prototypes": item.weights["head.prototypes"][: spec.classes]}
+    manifest = item.manifest.model_copy(update={"spec": spec.replace(head="prototype")})
+    return dataclasses.replace(item, manifest=manifest, weights=weights, revised=True)
 
 
 def unlike(rule: str, one: Manifest, other: Manifest) -> str:
