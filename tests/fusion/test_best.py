@@ -183,9 +183,9 @@ def test_moments_must_come_from_somewhere() -> None:
         Standardised().fuse(Inbox(bare))
     salt = OBJECTIVES["salt"]
     with pytest.raises(BadInput, match=r"needs moments.*ask the sites for it with --set objective.send=\[moments\]"):
-        check_pair(salt, Standardised())
-    check_pair(salt, Standardised(), salt.settings_type(send=("moments",)))
-    check_pair(salt, Standardised(StandardisedSettings(moments="batch")))
+        check_pair(salt, Standardised)
+    check_pair(salt, Standardised, salt.settings_type(send=("moments",)))
+    check_pair(salt, Standardised, rule_settings=StandardisedSettings(moments="batch"))
     assert not Standardised(StandardisedSettings(moments="unlabelled")).data_free
 
 

@@ -16,7 +16,7 @@ from flyby.data.settings import DataSettings
 from flyby.data.splits import SplitSettings
 from flyby.data.views import ViewSettings
 from flyby.errors import BadInput, unknown
-from flyby.fusion import FUSIONS, Fusion
+from flyby.fusion import FUSIONS, Fusion, FusionSettings
 from flyby.meeting.settings import FleetSettings
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
@@ -233,23 +233,22 @@ def _spec(asked: ModelSettings, data: Dataset) -> ModelSpec:
     return ModelSpec(**shape, name=asked.name or ("cnn-small" if min(data.size) < 24 else "resnet18"))
 
 
-def rule_of(config: RunConfig, method: Method) -> Fusion | None:
+def settings_of(kind: type[Fusion], config: RunConfig, method: Method) -> FusionSettings:
+    """The settings of a server rule: those of the method, and what was asked for."""
+    return build(kind.settings_type, {**method.fusion_settings.get(kind.name, {}), **config.fusion}, "fusion")
+
+
+def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:
     """The server's rule with its settings; None where there is no server."""
     name = config.fusion_name or method.fusion
     if name is None:
         return None
     kind = FUSIONS[name]
-    return kind(build(kind.settings_type, {**method.fusion_settings.get(name, {}), **config.fusion}, "fusion"))
-
-
-def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:
-    """The same, refused where it could not work."""
-    rule = rule_of(config, method)
-    if rule is None:
-        return None
-    check_pair(objective, rule, settings)
+    chosen = settings_of(kind, config, method)
+    check_pair(objective, kind, settings, chosen)
+    rule = kind(chosen)
     if not rule.data_free and config.proxy is None:
         raise BadInput(
-            f"{rule.name} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
+            f"{name} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
         )
     return rule

@@ -12,7 +12,7 @@ import torch
 
 from flyby.data.site import Part, Site
 from flyby.errors import BadInput
-from flyby.fusion import FUSIONS, Fusion
+from flyby.fusion import FUSIONS, Fusion, FusionSettings
 from flyby.meeting.settings import VARIANTS
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
@@ -178,12 +178,16 @@ def settings_for(rule: str, methods: Iterable[str]) -> dict[str, Any]:
 
 
 def check_pair(
-    objective: type[Objective], fusion: Fusion | type[Fusion], settings: ObjectiveSettings | None = None
+    objective: type[Objective],
+    fusion: type[Fusion],
+    settings: ObjectiveSettings | None = None,
+    rule_settings: FusionSettings | None = None,
 ) -> None:
-    """Refuse, before any training, a server rule that asks for what the sites' objective does not send under its
-    settings."""
+    """Refuse, before any training, a server rule that asks, under its settings, for what the sites' objective does not
+    send under its own."""
     sent = objective.provided(settings or objective.settings_type())
-    missing = fusion.needs - sent
+    needs = fusion.needed(rule_settings or fusion.settings_type())
+    missing = needs - sent
     if not missing:
         return
     askable = missing & set(STATISTICS)
@@ -192,7 +196,7 @@ def check_pair(
     elif askable == missing:
         cure = f"ask the sites for it with --set objective.send=[{','.join(sorted(askable))}]"
     else:
-        able = sorted(o.name for o in OBJECTIVES.values() if fusion.needs <= o.provides | set(STATISTICS))
+        able = sorted(o.name for o in OBJECTIVES.values() if needs <= o.provides | set(STATISTICS))
         cure = f"objectives that do: {', '.join(able) or 'none'}"
     fits = sorted(f.name for f in FUSIONS.values() if f.needs <= sent)
     raise BadInput(

@@ -19,9 +19,10 @@ from flyby.data.splits import SPLITS, Split
 from flyby.engines.engine import engine_named
 from flyby.errors import BadInput, Diverged, unknown
 from flyby.files import digest, write_text
+from flyby.fusion import FUSIONS
 from flyby.machine import hardware, pick_device, versions
 from flyby.objectives import OBJECTIVES
-from flyby.runs.config import RunConfig, make_config, rule_of
+from flyby.runs.config import RunConfig, make_config, settings_of
 from flyby.runs.folder import Run
 from flyby.runs.methods import METHODS, check_pair
 from flyby.runs.pipeline import Options, run
@@ -105,10 +106,10 @@ def check_cell(config: RunConfig) -> None:
     if config.split.name not in SPLITS:
         raise unknown("split", config.split.name, SPLITS)
     method = METHODS[config.method]
-    objective, rule = OBJECTIVES[method.objective], rule_of(config, method)
+    objective, rule = OBJECTIVES[method.objective], config.fusion_name or method.fusion
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
     if rule is not None:
-        check_pair(objective, rule, settings)
+        check_pair(objective, FUSIONS[rule], settings, settings_of(FUSIONS[rule], config, method))
 
 
 def key_of(config: RunConfig) -> str:

@@ -114,15 +114,16 @@ class Best(Experts):
     settings_type = BestSettings
     settings: BestSettings
 
-    def __init__(self, settings: FusionSettings | None = None) -> None:
-        super().__init__(settings)
-        negatives, standardise = self.settings.negatives, self.settings.features == "standardised"
-        if standardise and negatives != "none":
+    @classmethod
+    def needed(cls, settings: FusionSettings) -> frozenset[str]:
+        assert isinstance(settings, BestSettings)
+        standardise = settings.features == "standardised"
+        if standardise and settings.negatives != "none":
             raise BadInput(
                 "calibration is measured on raw features; with fusion.features=standardised take fusion.negatives=none"
             )
-        asked = {"none": set[str](), "scraps": {"calibration"}}.get(negatives, {"calibration", "foreign"})
-        self.needs = (self.needs - {"calibration"}) | asked | ({"moments"} if standardise else set())
+        asked = {"none": set[str](), "scraps": {"calibration"}}.get(settings.negatives, {"calibration", "foreign"})
+        return (cls.needs - {"calibration"}) | asked | ({"moments"} if standardise else set())
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         networks, settings = parcels.networks(), self.settings

@@ -116,9 +116,12 @@ class Standardised(Fusion):
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         super().__init__(settings)
-        if self.settings.moments != "own":
-            self.needs = self.needs - {"moments"}
         self.data_free = self.settings.moments != "unlabelled"
+
+    @classmethod
+    def needed(cls, settings: FusionSettings) -> frozenset[str]:
+        assert isinstance(settings, StandardisedSettings)
+        return cls.needs if settings.moments == "own" else cls.needs - {"moments"}
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_features(self.name)
