@@ -123,7 +123,7 @@ def test_it_is_salt_on_class_and_way() -> None:
     turned = torch.stack([image.rot90(i % count % 4, (1, 2)) for i, image in enumerate(images)])
     joint = torch.tensor([3 * (i % 4) + int(label) for i, label in enumerate(labels)])
     expected = Salt(SaltSettings()).loss(twelve, Batch(turned, joint.repeat(2), 2), torch.tensor(0.5))
-    assert float(terms.total) == pytest.approx(float(expected.total), rel=1e-5)
+    assert terms.total.item() == pytest.approx(expected.total.item(), rel=1e-5)
     assert terms.parts.keys() == expected.parts.keys()
 
 

@@ -12,6 +12,8 @@ from factories import small_spec, striped_site, train_site
 from flyby.data.views import STANDARD
 from flyby.errors import BadInput
 from flyby.models import ModelSpec
+from flyby.objectives import OBJECTIVES
+from flyby.objectives.base import Batch
 from flyby.objectives.salt import PRESETS, Salt, SaltSettings
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
@@ -45,9 +47,9 @@ def test_the_mean_of_weights_by_hand() -> None:
     assert float(found["0.weight"]) == pytest.approx(kept)
     assert float(found["1.running_mean"]) == pytest.approx(moment)
     with average.in_place():
-        assert float(model[0].weight) == pytest.approx(kept)
+        assert model[0].weight.item() == pytest.approx(kept)
         assert float(model[1].running_mean) == pytest.approx(moment)  # type: ignore[arg-type]
-    assert float(model[0].weight) == 6.0
+    assert model[0].weight.item() == 6.0
 
 
 def test_the_first_decays_are_small() -> None:
@@ -116,6 +118,33 @@ def test_a_training_that_goes_on_gives_the_same_bytes(piece: str, tmp_path: Path
     assert parcel.to_bytes(rest) == parcel.to_bytes(whole)
     plain = upto(Session(site, recipe(epochs=4), torch.device("cpu"), None, ""), 4).pack(4)
     assert not torch.equal(plain.weights["head.weight"], whole.weights["head.weight"]), "it does something"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs, and there is no GPU here")
+@pytest.mark.parametrize("objective", ["supervised", "salt", "bearings", "fedsra"])
+@pytest.mark.parametrize("piece", [*FAST, "none"])
+def test_every_piece_can_be_recorded_on_a_gpu(piece: str, objective: str) -> None:
+    kind = OBJECTIVES[objective]
+    settings = kind.settings_type(**({"test": False} if objective == "bearings" else {}))
+    chosen = recipe(epochs=4, **FAST.get(piece, {})).model_copy(
+        update={
+            "spec": kind.adapt_spec(small_spec(), settings),
+            "objective": objective,
+            "objective_settings": settings,
+            "views": STANDARD.model_copy(update={"views": 2}),
+        }
+    )
+    work = Session(striped_site("a", count=80), chosen, torch.device("cuda"), None, "")
+    for _ in range(4):
+        going = work.epoch()
+        try:
+            while True:
+                next(going)
+        except StopIteration as end:
+            work.state.advance(end.value, None)
+    assert work.step.captured is not None
+    assert work.step.captured.refused == ""
+    assert work.step.captured.graph is not None
 
 
 def test_what_is_off_is_not_in_any_dump() -> None:
@@ -236,8 +265,6 @@ def test_rates_by_hand() -> None:
 
 def test_smoothed_labels_by_hand() -> None:
     network = DIGITS.replace(head="prototype").build(generator(0)).train()
-    from flyby.objectives.base import Batch
-
     batch = Batch(torch.randn(4, 1, 8, 8, generator=generator(1)), torch.tensor([0, 1, 2, 0]), 1)
     parts = [Salt(SaltSettings(label_smoothing=s)).loss(network, batch, torch.tensor(0.5)).parts for s in (0.0, 0.3)]
     with torch.no_grad():
