@@ -39,7 +39,7 @@ def test_the_mean_of_weights_by_hand() -> None:
     kept, moment = 4.0, 0.0
     for step, value in enumerate((8.0, 0.0, 10.0, 6.0), 1):
         model[0].weight.data.fill_(value)
-        model[1].running_mean.fill_(-value)  # type: ignore[union-attr, operator]
+        model[1].running_mean.fill_(-value)
         average.update()
         decay = min(0.5, (1 + step) / (10 + step))  # 2/11, 3/12, 4/13, 5/14
         kept, moment = decay * kept + (1 - decay) * value, decay * moment - (1 - decay) * value

@@ -122,6 +122,8 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     shared = np.concatenate([share.train for share in split.shares.values()])  # as sites would agree on beforehand
     plans = [one.normalised(bundle.train, shared) for one in plans]
     proxy = proxy_of(config, bundle, split) if plans[0].fusion else None
+    if config.judge == "held-out":
+        held_out(bundle, split)  # that there are none is said before anything is trained
     for name in split.shares:
         check_name(name)
     resolved = plans[0].recipe.model_dump(mode="json")
