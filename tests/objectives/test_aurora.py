@@ -24,9 +24,10 @@ from flyby.fusion.ensembles.iffi import Iffi
 from flyby.models import ModelSpec, Network
 from flyby.models.anchors import simplex_etf
 from flyby.objectives import OBJECTIVES
+from flyby.objectives.anchored import AnchorSettings
 from flyby.objectives.aurora import Aurora, AuroraSettings, first_log_sigma
 from flyby.objectives.base import Batch, Objective
-from flyby.objectives.etf import BalancedEtf, BalancedEtfSettings
+from flyby.objectives.etf import BalancedEtf
 from flyby.objectives.salt import Salt, SaltSettings, supcon
 from flyby.objectives.weighting import WEIGHTINGS, Learnable, TwoScalars, Uncertainty, Weighting, WeightingSettings
 from flyby.parcels import parcel
@@ -142,12 +143,12 @@ def test_too_few_dimensions_name_the_projector(digits: DataBundle) -> None:
     ):
         simplex_etf(100, 98, 0)
     site = random_site(100, range(100), 200)
-    for objective in (aurora(), BalancedEtf(BalancedEtfSettings())):
+    for objective in (aurora(), BalancedEtf(AnchorSettings())):
         with pytest.raises(BadInput, match=r"model\.projector"):
             trained(site, objective, MLP.replace(classes=100))
 
 
-@pytest.mark.parametrize("objective", [aurora(), BalancedEtf(BalancedEtfSettings())], ids=["aurora", "fedetf"])
+@pytest.mark.parametrize("objective", [aurora(), BalancedEtf(AnchorSettings())], ids=["aurora", "fedetf"])
 def test_a_projector_makes_room_for_more_classes_than_dimensions(objective: Objective) -> None:
     site = random_site(100, range(100), 200)
     spec = MLP.replace(classes=100, projector=(32, 99))  # 16 features -> 99
@@ -977,7 +978,7 @@ def test_the_extra_state_is_two_scalars_and_their_velocities(digits: DataBundle,
 
 def test_fedetfs_balanced_softmax_by_hand() -> None:
     site = random_site(4, [0, 0, 0, 1, 3], 20)  # 12, 4, 0 and 4 images
-    objective = BalancedEtf(BalancedEtfSettings(anchor_seed=3))
+    objective = BalancedEtf(AnchorSettings(anchor_seed=3))
     spec = objective.adapt_spec(MLP.replace(classes=4), objective.settings)
     model = spec.build(generator(5))
     objective.prepare(model, site, 0)
@@ -1005,14 +1006,14 @@ def test_fedetfs_balanced_softmax_by_hand() -> None:
 
 def test_fedetf_learns_everything_but_its_anchors(digits: DataBundle) -> None:
     result = trained(
-        make_site(digits, 300), BalancedEtf(BalancedEtfSettings(anchor_seed=2)), CNN, views=PLAIN, epochs=8, lr=0.1
+        make_site(digits, 300), BalancedEtf(AnchorSettings(anchor_seed=2)), CNN, views=PLAIN, epochs=8, lr=0.1
     )
     weights = result.parcel.weights
     assert weights["head.anchors"].numpy().tobytes() == simplex_etf(10, 12, 2).numpy().tobytes()
     assert float(weights["head.scale"]) != 16.0
     assert result.parcel.manifest.meta["anchor_seed"] == 2
     assert result.rows[-1]["train_accuracy"] > 0.6
-    lopsided = trained(make_site(digits, 60, keep=(1, 8)), BalancedEtf(BalancedEtfSettings()), CNN, views=PLAIN)
+    lopsided = trained(make_site(digits, 60, keep=(1, 8)), BalancedEtf(AnchorSettings()), CNN, views=PLAIN)
     assert all(bool(t.isfinite().all()) for t in lopsided.parcel.weights.values())
 
 

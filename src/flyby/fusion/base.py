@@ -50,14 +50,20 @@ class Fusion(ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     about: ClassVar[str] = ""
-    needs: frozenset[str] = frozenset({"weights"})
+    needs: frozenset[str] = frozenset({"weights"})  # of a rule: under its settings; of the class: under the defaults
     heterogeneous: ClassVar[bool] = False
-    data_free: ClassVar[bool] = True  # False: it cannot work without proxy images
+    data_free: bool = True  # False: it cannot work without proxy images
     draws: ClassVar[bool] = False  # it makes images of its own, or changes some, which are bytes
     settings_type: ClassVar[type[FusionSettings]] = FusionSettings
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         self.settings = settings if settings is not None else self.settings_type()
+        self.needs = self.needed(self.settings)
+
+    @classmethod
+    def needed(cls, settings: FusionSettings) -> frozenset[str]:
+        """What sites must send under these settings: ``needs``, where nothing else is written."""
+        return cls.needs
 
     def fuse(self, parcels: Inbox, server: Server | None = None) -> Predictor:
         """One predictor from many parcels, by this rule's ``combine``; one that holds a number which is not finite is

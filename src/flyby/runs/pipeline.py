@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,8 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     shared = np.concatenate([share.train for share in split.shares.values()])  # as sites would agree on beforehand
     plans = [one.normalised(bundle.train, shared) for one in plans]
     proxy = proxy_of(config, bundle, split) if plans[0].fusion else None
+    if config.judge == "held-out":
+        held_out(bundle, split)  # that there are none is said before anything is trained
     for name in split.shares:
         check_name(name)
     resolved = plans[0].recipe.model_dump(mode="json")
@@ -185,7 +187,8 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
             if isinstance(rule, ClosedForm):
                 write_kept(run.model, let_in, rule)  # so that a site can be added to it or taken out of it
     opened.mark("fuse")
-    judge = Judge(bundle, split, device)
+    chosen_by = replace(bundle, test=held_out(bundle, split), validation=None) if config.judge == "held-out" else bundle
+    judge = Judge(chosen_by, split, device)
     found = judge.judged(predictor, sent, config.locals) | found
     if rule is not None and (teacher := rule.teacher(let_in, server)) is not None:
         found["teacher_accuracy"] = judge.look(teacher).accuracy

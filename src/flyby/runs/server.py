@@ -91,6 +91,8 @@ def proxy_of(config: RunConfig, bundle: DataBundle, split: Split) -> Dataset | N
     if config.proxy is None:
         return None
     if config.proxy == "held-out":
+        if config.judge == "held-out":
+            raise BadInput("the held-out images cannot be the server's own and judge it too; name another proxy")
         return held_out(bundle, split)
     proxy, data = DataSettings(name=config.proxy, holdout=0.0).load().train, bundle.train
     if proxy.size != data.size:

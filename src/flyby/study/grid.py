@@ -22,7 +22,7 @@ from flyby.files import digest, write_text
 from flyby.fusion import FUSIONS
 from flyby.machine import hardware, pick_device, versions
 from flyby.objectives import OBJECTIVES
-from flyby.runs.config import RunConfig, make_config
+from flyby.runs.config import RunConfig, make_config, settings_of
 from flyby.runs.folder import Run
 from flyby.runs.methods import METHODS, check_pair
 from flyby.runs.pipeline import Options, run
@@ -121,10 +121,7 @@ def check_cell(config: RunConfig) -> None:
     objective, rule = OBJECTIVES[method.objective], config.fusion_name or method.fusion
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
     if rule is not None:
-        usual = method.fusion_settings.get(rule, {})
-        check_pair(
-            objective, FUSIONS[rule](build(FUSIONS[rule].settings_type, {**usual, **config.fusion}, "fusion")), settings
-        )
+        check_pair(objective, FUSIONS[rule](settings_of(FUSIONS[rule], config, method)), settings)
 
 
 def key_of(config: RunConfig) -> str:

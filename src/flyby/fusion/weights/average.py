@@ -20,7 +20,7 @@ from flyby.errors import BadInput
 from flyby.fusion.base import Fusion, FusionSettings, Server, weights_of
 from flyby.fusion.predictor import Ensemble, Predictor, Single
 from flyby.models import Network
-from flyby.parcels.inbox import Inbox
+from flyby.parcels.inbox import Inbox, unshifted
 
 
 class AverageSettings(FusionSettings):
@@ -38,6 +38,8 @@ class FedAvg(Fusion):
     settings: AverageSettings
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
+        if len({m.spec for m in parcels.manifests}) > 1:  # sites that fell back to no shift are still of one kind
+            parcels = Inbox(unshifted(item) for item in parcels)
         parcels.same_spec("fedavg")
         total: dict[str, Tensor] = {}
         stream = iter(parcels)
