@@ -575,7 +575,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "fedavg / ensemble / stripes.npz a=1 seed 0: 1.0000 (" in loud.err
     assert done(*run, "--json", "-q").json == {"done": 0, "left": 0, "merged": 0, "table": "results/tiny.md"}
     text = (tmp_path / "results" / "tiny.md").read_text()
-    assert len(well_formed(text)[0]) == 2 + 2 + 1
+    assert len(well_formed(text)[0]) == 2 + 2 + 1 + 1, "two cells, the sites alone, and what a paper printed"
     assert "*published: A paper [1]*" in text
 
     path = tmp_path / "results" / "tiny.jsonl"
