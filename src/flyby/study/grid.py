@@ -263,6 +263,8 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant))
         if value
     }
+    if cell.config.judge != "test":
+        threat["judge"] = cell.config.judge
     if "malicious" in result:
         refused = [one["malicious"] for one in result.get("refused", ())]
         threat |= {

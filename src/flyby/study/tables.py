@@ -101,7 +101,7 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
     seeds = sorted({row["seed"] for row in rows})
     lines += [
         "",
-        f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads.",
+        f"{judged(rows)} in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads.",
     ]
     whole = [row for row in rows if row.get("trained") == row["clients"]]  # of a resumed one a part was timed
     if spent := [row["timings"]["train"] for row in whole]:
@@ -165,6 +165,11 @@ def under_attack(rows: list[Row], wanted: dict[str, tuple[str, str]], threats: d
             judged,
         )
     return lines[:-1]
+
+
+def judged(rows: list[dict[str, Any]]) -> str:
+    """What the accuracies of these rows are of."""
+    return "Accuracy on held-out training images" if any(row.get("judge") for row in rows) else "Test accuracy"
 
 
 def _mean_of(name: str) -> Callable[[list[Row]], str]:
