@@ -106,8 +106,12 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
     again = f" Rules that draw were run with the server seeds {', '.join(map(str, drawn))} on each." if drawn else ""
     lines += [
         "",
+<<<<<<< HEAD
         f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same"
         f" uploads.{again}",
+=======
+        f"{judged(rows)} in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads.",
+>>>>>>> summit
     ]
     whole = [row for row in rows if row.get("trained") == row["clients"]]  # of a resumed one a part was timed
     if spent := [row["timings"]["train"] for row in whole]:
@@ -196,6 +200,11 @@ def under_attack(rows: list[Row], wanted: dict[str, tuple[str, str]], threats: d
             judged,
         )
     return lines[:-1]
+
+
+def judged(rows: list[dict[str, Any]]) -> str:
+    """What the accuracies of these rows are of."""
+    return "Accuracy on held-out training images" if any(row.get("judge") for row in rows) else "Test accuracy"
 
 
 def _mean_of(name: str) -> Callable[[list[Row]], str]:
