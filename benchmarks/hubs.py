@@ -222,12 +222,16 @@ def growth(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_title(title)
         axes.set_xlabel(f"sites of {IMAGES} images")
         axes.set_xscale("log")
-        axes.set_yscale("log")
         axes.set_xticks(places, [f"{place:,}" for place in places])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.minorticks_off()
         axes.grid(axis="y")
         axes.legend(frameon=False)
+    seconds, memory = figure.axes
+    seconds.set_yscale("log")
+    memory.set_ylim(bottom=0)
+    for axes in figure.axes:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.minorticks_off()
     return figure
 
 
