@@ -276,13 +276,10 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant))
         if value
     }
-<<<<<<< HEAD
     if cell.config.server_seed is not None:
         threat["server_seed"] = cell.config.server_seed
-=======
     if cell.config.judge != "test":
         threat["judge"] = cell.config.judge
->>>>>>> summit
     if "malicious" in result:
         refused = [one["malicious"] for one in result.get("refused", ())]
         threat |= {

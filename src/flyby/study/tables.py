@@ -106,7 +106,8 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
     again = f" Rules that draw were run with the server seeds {', '.join(map(str, drawn))} on each." if drawn else ""
     lines += [
         "",
-        f"{judged(rows)} in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads.{again}",
+        f"{judged(rows)} in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same"
+        f" uploads.{again}",
     ]
     whole = [row for row in rows if row.get("trained") == row["clients"]]  # of a resumed one a part was timed
     if spent := [row["timings"]["train"] for row in whole]:
