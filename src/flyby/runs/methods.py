@@ -186,7 +186,8 @@ def check_pair(
     """Refuse, before any training, a server rule that asks, under its settings, for what the sites' objective does not
     send under its own."""
     sent = objective.provided(settings or objective.settings_type())
-    needs = (fusion if isinstance(fusion, Fusion) else fusion(rule_settings)).needs
+    whole = isinstance(fusion, Fusion)
+    needs = fusion.needs if whole else fusion.needed(rule_settings or fusion.settings_type())
     missing = needs - sent
     if not missing:
         return
