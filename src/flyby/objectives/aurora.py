@@ -64,10 +64,6 @@ class Aurora(Anchored, Salt):
         # scale.
         return spec.replace(head=cls.head, logit_scale=settings.proto_init == "etf")
 
-    @property
-    def parameter_lr(self) -> float | None:
-        return self.settings.sigma_lr
-
     def prepare(self, model: Network, site: Site, seed: int) -> None:
         prototypes: Tensor = model.head.prototypes  # type: ignore[assignment]
         device = prototypes.device
