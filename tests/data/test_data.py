@@ -21,6 +21,7 @@ from factories import NAMES, WAIT, encode, make_images, make_npz, make_parquet, 
 from flyby.data import cache as store
 from flyby.data import sources
 from flyby.data.dataset import DataBundle
+from flyby.data.settings import DataSettings
 from flyby.errors import BadInput
 
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1])
@@ -857,3 +858,31 @@ def test_real_photographs(tmp_path: Path) -> None:
     start = time.perf_counter()
     assert sources.load(str(REAL / "hurricane"), size=32).train.digest == bundle.train.digest
     assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("svhn", True),
+        ("/data/SVHN", True),
+        ("x/svhn-small", True),
+        ("mnist.npz", True),
+        ("emnist_letters", True),
+        ("hf:ufldl-stanford/svhn/cropped_digits", True),
+        ("cifar10", False),
+        ("svhn/cats", False),
+        ("fashion-mnist", False),
+        ("pathmnist.npz", False),
+    ],
+)
+def test_what_is_written_is_not_mirrored(name: str, said: bool) -> None:
+    assert sources.written(name) is said
+
+
+def test_mirror_is_the_sources_word_or_the_users(tmp_path: Path) -> None:
+    images, labels = make_images(12, (8, 8)), np.arange(12) % 3
+    for name, mirror in (("svhn.npz", False), ("cats.npz", True)):
+        path = str(make_npz(tmp_path / name, images=images, labels=labels))
+        assert DataSettings(name=path).load().mirror is mirror
+        assert DataSettings(name=path, mirror=not mirror).load().mirror is not mirror
+    assert "mirror" not in DataSettings().model_dump(), "runs of before keep their names"

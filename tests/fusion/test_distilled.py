@@ -30,7 +30,8 @@ from flyby.fusion.distilled.dense import DenseSettings, masked_disagreement
 from flyby.fusion.distilled.distill import Distillation, about_images, push
 from flyby.fusion.distilled.feddf import FedDF, FedDFSettings
 from flyby.fusion.distilled.intactofl import GatedPredictor, IntactOFL, IntactOFLSettings, gate_weights
-from flyby.fusion.distilled.synthesis import Pool, Synthesis, Teachers, as_pictures, as_unit, memory_of, mix, normalise
+from flyby.fusion.distilled.synthesis import Pool, Synthesis, as_pictures, as_unit
+from flyby.fusion.distilled.teachers import Probabilities, Teachers, memory_of, mix, normalise
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models import ModelSpec
 from flyby.models.generator import Generator
@@ -177,7 +178,7 @@ def test_without_a_weight_the_batchnorm_distance_is_not_found(monkeypatch: pytes
         teachers = Teachers(inbox, "cpu", resident)  # type: ignore[arg-type]
         wanted = teachers.pull(unit(), lambda x, logits: logits.square().sum(), 0.0)
         with monkeypatch.context() as patch:
-            patch.setattr("flyby.fusion.distilled.synthesis.with_distance", None)
+            patch.setattr("flyby.fusion.distilled.teachers.with_distance", None)
             loss, distance, gradient = teachers.pull(unit(), lambda x, logits: logits.square().sum())
         assert (float(loss), float(distance)) == (pytest.approx(float(wanted[0])), 0.0)
         assert torch.allclose(gradient, wanted[2], atol=1e-6)
@@ -203,8 +204,8 @@ def test_teachers_one_at_a_time_pull_as_all_at_once() -> None:
     assert not apart.together
     for a, b in zip(together.pull(unit(), objective, 0.3), apart.pull(unit(), objective, 0.3), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-    assert torch.equal(together.logits(unit()), apart.logits(unit()))
-    assert torch.allclose(together.logits(unit())[1], parcels[1].network()(normalise(unit(), MLP)), atol=1e-6)
+    assert torch.equal(together.say(unit()), apart.say(unit()))
+    assert torch.allclose(together.say(unit())[1], parcels[1].network()(normalise(unit(), MLP)), atol=1e-6)
 
 
 def test_images_in_0_to_1_are_prepared_as_bytes_are() -> None:
@@ -270,10 +271,11 @@ def test_distillation_loss_by_hand() -> None:
     rule = small("dense", temperature=2.0)
 
     class Fixed(torch.nn.Module):
-        def scores(self, x: Tensor, logits: Tensor) -> Tensor:
+        def scores(self, x: Tensor, said: Tensor) -> Tensor:
             return s
 
-    loss = rule.loss(Fixed(), s, torch.stack((t + 1, t - 1)), torch.tensor([0.5, 0.5]), torch.zeros(2))  # type: ignore[arg-type]
+    told = mix(torch.tensor([0.5, 0.5]), torch.stack((t + 1, t - 1)))
+    loss = rule.loss(Fixed(), s, torch.empty(2, 2, 0), told, torch.zeros(2))  # type: ignore[arg-type]
     assert float(loss) == pytest.approx(4 * by_hand / 2, abs=1e-6)
 
 
@@ -287,6 +289,7 @@ def test_the_adversarial_mask_on_three_samples() -> None:
     assert float(small("dense").adversarial(s, t)) == pytest.approx(-math.log(3) / 3, abs=1e-6)  # type: ignore[attr-defined]
     unmasked = CoBoosting(CoBoostingSettings(adv_temperature=1.0)).adversarial(s, t)
     assert float(unmasked) == pytest.approx(-float(softened_kl(s, t, 1.0).mean()), abs=1e-6)
+    assert float(CoBoosting().adversarial(3 * s, 3 * t)) == pytest.approx(9 * float(unmasked), abs=1e-5), "T^2 at T = 3"
 
 
 def test_hard_samples_weigh_more() -> None:
@@ -306,16 +309,34 @@ def test_the_signed_step_of_the_ensemble_weights_by_hand() -> None:
     # Client 0 is right on both images, client 1 wrong, client 2 says nothing: up, down, and sign(0) = 0.
     logits = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
     y = torch.tensor([0, 1])
-    assert signed_step(torch.full((3,), 1 / 3), logits, y, 0.01).tolist() == pytest.approx(
-        [1 / 3 + 0.01, 1 / 3 - 0.01, 1 / 3]
-    )
-    assert signed_step(torch.tensor([0.995, 0.004, 0.5]), logits, y, 0.01).tolist() == pytest.approx([1.0, 0.0, 0.5]), (
-        "clipped to 0..1"
-    )
+    teachers = Teachers(Inbox([made(k) for k in range(3)]), "cpu")
+    thirds = torch.full((3,), 1 / 3)
+    assert signed_step(teachers, thirds, logits, y, 0.01).tolist() == pytest.approx([1 / 3 + 0.01, 1 / 3 - 0.01, 1 / 3])
+    clipped = signed_step(teachers, torch.tensor([0.995, 0.004, 0.5]), logits, y, 0.01)
+    assert clipped.tolist() == pytest.approx([1 / 1.5, 0.0, 0.5 / 1.5]), "clipped to 0..1, then divided by the sum"
+    nothing = signed_step(teachers, torch.tensor([0.0, 0.004, 0.0]), -logits, y, 0.01)
+    assert nothing.tolist() == pytest.approx([0.0, 1.0, 0.0]), "wrong becomes right: 1 of what is left"
+    assert signed_step(teachers, torch.zeros(3), 0 * logits, y, 0.01).tolist() == pytest.approx([1 / 3] * 3)
+    teachers.teaching = Probabilities()
+    logits[2] = 0.2 * logits[0]  # right in .55 of a mean of .52: it gains too, and 1 + .01 is divided by
+    wanted = [(1 / 3 + 0.01) / 1.01, (1 / 3 - 0.01) / 1.01, (1 / 3 + 0.01) / 1.01]
+    assert signed_step(teachers, thirds, logits, y, 0.01).tolist() == pytest.approx(wanted)
+
+
+def test_the_weights_take_a_step_a_minibatch_from_the_second_epoch_on() -> None:
+    logits = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]], [[0.0, 0.0]]]).repeat(1, 10, 1)
+    teachers = Teachers(Inbox([made(k) for k in range(3)]), "cpu")
     pool = Pool(CNN.replace(classes=2), 3, "cpu")
-    pool.add(torch.zeros(2, 8, 8, 1, dtype=torch.uint8), y, logits)
-    CoBoosting().reweigh(pool, 2)
-    assert pool.weights.tolist() == pytest.approx([1 / 3 + 0.01 * 0.99**2, 1 / 3 - 0.01 * 0.99**2, 1 / 3])
+    pool.add(torch.zeros(10, 8, 8, 1, dtype=torch.uint8), torch.zeros(10, dtype=torch.int64), logits)
+    rule = CoBoosting(CoBoostingSettings(batch=4))
+    rule.reweigh(pool, teachers, 0, 0)
+    assert pool.weights.tolist() == pytest.approx([1 / 3] * 3)
+    rule.reweigh(pool, teachers, 0, 2)
+    far = 3 * 0.01 * 0.99**2  # ten images in batches of four are three steps
+    assert pool.weights.tolist() == pytest.approx([1 / 3 + far, 1 / 3 - far, 1 / 3])
+    teachers.teaching.weighted = False  # a rule teaches: there is nothing to weigh
+    rule.reweigh(pool, teachers, 0, 3)
+    assert pool.weights.tolist() == pytest.approx([1 / 3 + far, 1 / 3 - far, 1 / 3])
 
 
 @pytest.mark.parametrize("resident", ["all", "one"])
@@ -329,7 +350,8 @@ def test_inputs_move_along_the_gradient_of_a_random_mixture_of_answers(resident:
     (gradient,) = torch.autograd.grad((u.double() * (t / 4).softmax(1)).sum(), x)
     sure = gradient.abs() > 1e-7
     assert float(sure.double().mean()) > 0.9
-    assert torch.allclose(((moved - unit()) * 255 / 8)[sure].double(), gradient.sign()[sure], atol=1e-4)
+    # 8/255 of the normalised image, which is the image in 0..1 divided by .25
+    assert torch.allclose(((moved - unit()) * 255 / 8 / 0.25)[sure].double(), gradient.sign()[sure], atol=1e-4)
 
 
 def test_batches_have_one_shape_and_leave_nothing_out() -> None:
@@ -365,9 +387,36 @@ def test_the_gates_loss_by_hand() -> None:
     )
     scores = 0.25 * logits[0] + 0.75 * logits[1]
     p, q = (logits.mean(0) / 4).softmax(1), (scores / 4).softmax(1)
+    # All 5 x 3 gate weights: five times (1/4, 3/4, 0), whose mean is 1/3.
     spread = math.sqrt(((0.25 - 1 / 3) ** 2 + (0.75 - 1 / 3) ** 2 + (1 / 3) ** 2) / 3)
-    by_hand = float(F.cross_entropy(scores, y)) + 0.01 * spread + 2 * float((p * (p / q).log()).sum(1).mean())
-    assert float(rule.loss(gate, unit(5), logits, w, y)) == pytest.approx(by_hand, abs=1e-5)
+    by_hand = float(F.cross_entropy(scores, y)) + 0.01 * spread + 2 * 16 * float((p * (p / q).log()).sum(1).mean())
+    assert float(rule.loss(gate, unit(5), logits, mix(w, logits), y)) == pytest.approx(by_hand, abs=1e-4)
+    # Gates that change from image to image count as well, where their mean over images does not show it.
+    gate.linear.load_state_dict({"weight": torch.eye(3, 64) * 9, "bias": torch.zeros(3)})  # type: ignore[union-attr,operator]
+    x = torch.full((3, 1, 8, 8), 0.5)
+    x[torch.arange(3), 0, 0, torch.arange(3)] = 1.0
+    gates = gate.weights(x)  # type: ignore[operator]
+    assert float(gates.mean(0).std(correction=0)) < 1e-6
+    loss = [
+        float(IntactOFL(IntactOFLSettings(top=2, balance=b, kd=0)).loss(gate, x, logits[:, :3], logits[0, :3], y[:3]))
+        for b in (0.0, 1.0)
+    ]
+    flat = gates.flatten().tolist()
+    apart = math.sqrt(sum((g - sum(flat) / 9) ** 2 for g in flat) / 9)
+    assert apart > 0.3
+    assert loss[1] - loss[0] == pytest.approx(apart, abs=1e-5)
+
+
+def test_the_published_numbers_are_the_defaults() -> None:
+    """Sum over 200 epochs of (pool / batch): 20,100 steps on 51,200 images (DENSE) or 25,600 (Co-Boosting)."""
+    for kind, total in ((DenseSettings(), 51_200), (CoBoostingSettings(), 25_600)):
+        assert kind.epochs * kind.images == total
+        assert sum(-(-e * kind.images // kind.batch) * kind.passes for e in range(1, kind.epochs + 1)) == 20_100
+        assert (kind.teacher, kind.augment, kind.generator_clip) == ("logits", True, 10.0)
+    boost, gate = CoBoostingSettings(), IntactOFLSettings()
+    assert (boost.bn, boost.schedule, boost.clip, boost.weight_decay) == (0.0, "cosine", 10.0, 1e-4)
+    assert (gate.schedule, gate.clip, gate.weight_decay, gate.temperature) == ("cosine", 10.0, 1e-4, 4.0)
+    assert not FedDFSettings().augment
 
 
 def test_a_gated_predictor_survives_its_folder_and_its_export(tmp_path: Path) -> None:
@@ -654,7 +703,7 @@ STUDENT: dict[str, Any] = SMALL | {"lr": 0.1}
     ("rule", "settings"),
     [
         ("dense", STUDENT | {"epochs": 6, "passes": 5}),
-        ("coboosting", STUDENT | {"epochs": 8, "passes": 6}),
+        ("coboosting", STUDENT | {"epochs": 8, "passes": 6, "bn": 1.0, "adv": 0.1, "teacher": "probabilities"}),
         ("intactofl", SMALL | {"epochs": 3, "passes": 3, "adv": 0.3}),
         ("feddf", {"epochs": 40, "batch": 64}),
     ],

@@ -25,9 +25,10 @@ from flyby.fusion.ensembles.experts import ExpertsPredictor, ExpertsSettings, ex
 from flyby.fusion.ensembles.iffi import Iffi, IffiSettings, class_votes
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
+from flyby.objectives.anchored import AnchorSettings
 from flyby.objectives.aurora import Aurora, AuroraSettings
 from flyby.objectives.base import Objective
-from flyby.objectives.etf import BalancedEtf, BalancedEtfSettings
+from flyby.objectives.etf import BalancedEtf
 from flyby.objectives.salt import Salt, SaltSettings
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
@@ -543,7 +544,7 @@ def test_the_manifest_says_what_its_counts_are_and_experts_take_them(digits: Dat
         Salt(SaltSettings()),
         Aurora(AuroraSettings()),
         Supervised(SupervisedSettings()),
-        BalancedEtf(BalancedEtfSettings()),
+        BalancedEtf(AnchorSettings()),
     ],
     ids=["salt", "aurora", "supervised", "etf"],
 )

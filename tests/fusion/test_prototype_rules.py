@@ -305,6 +305,25 @@ def test_the_loss_is_the_sum_of_its_parts_and_the_classifier_is_untouched_by_the
     assert all(p.grad is not None for p in objective.parameters())
 
 
+def test_the_decoder_learns_images_as_they_are_whatever_the_classifier_sees() -> None:
+    site, model = site_of_labels((0, 1, 2, 2)), MLP.build(generator("one"))
+    terms = []
+    for seen in (torch.zeros_like(site.train.images), site.train.images):
+        objective = Cvae(CvaeSettings(latent=3, width=4))
+        objective.prepare(model, site, 0)
+        views = MLP.prepare(seen).repeat(2, 1, 1, 1)  # two views of every image, all black or as they are
+        batch = Batch(views, site.train.labels.repeat(2), 2, site.train.images)
+        terms.append(
+            {name: float(value.detach()) for name, value in objective.loss(model, batch, torch.ones(())).parts.items()}
+        )
+        once = Batch(MLP.prepare(site.train.images), site.train.labels, 1)
+        objective.steps.zero_()
+        alone = objective.loss(model, once, torch.ones(())).parts
+        assert terms[-1]["reconstruction"] == pytest.approx(float(alone["reconstruction"].detach()), rel=1e-5)
+    assert terms[0]["reconstruction"] == terms[1]["reconstruction"]
+    assert terms[0]["cross_entropy"] != terms[1]["cross_entropy"]
+
+
 @pytest.mark.parametrize(
     ("size", "channels"), [((8, 8), 1), ((28, 28), 1), ((32, 32), 3), ((33, 17), 3), ((1, 5), 1), ((64, 96), 3)]
 )

@@ -57,7 +57,7 @@ QUICK = {
     "fedtgp": ("epochs=2",),
     "feddf": ("epochs=1", "batch=8"),
     **dict.fromkeys(
-        ("dense", "coboosting", "intactofl"),
+        ("dense", "coboosting", "intactofl", "compact"),
         ("epochs=1", "images=4", "latent=2", "generator_width=1", "steps=1", "batch=4"),
     ),
 }

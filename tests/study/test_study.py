@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from factories import call, done, make_npz, make_stripes, one_line, result_of, stripes
 from flyby.errors import BadInput
-from flyby.fusion import FUSIONS, Fusion, Inbox
+from flyby.fusion import FUSIONS, Inbox
+from flyby.fusion.weights.average import FedAvg
 from flyby.models import ModelSpec
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
@@ -208,7 +209,7 @@ def test_a_bad_study_is_refused_in_one_sentence(text: str | bytes, said: str, tm
 def test_what_cannot_work_is_refused_before_anything_is_run(
     change: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Needy(Fusion):
+    class Needy(FedAvg):
         name = "needy"
         needs = frozenset({"horoscopes"})
 
@@ -219,7 +220,7 @@ def test_what_cannot_work_is_refused_before_anything_is_run(
 
 
 def test_a_rule_may_need_what_the_study_asks_the_sites_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Means(Fusion):
+    class Means(FedAvg):
         name = "means"
         needs = frozenset({"weights", "class-means"})
 
@@ -574,7 +575,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "fedavg / ensemble / stripes.npz a=1 seed 0: 1.0000 (" in loud.err
     assert done(*run, "--json", "-q").json == {"done": 0, "left": 0, "merged": 0, "table": "results/tiny.md"}
     text = (tmp_path / "results" / "tiny.md").read_text()
-    assert len(well_formed(text)[0]) == 2 + 2 + 1
+    assert len(well_formed(text)[0]) == 2 + 2 + 1 + 1, "two cells, the sites alone, and what a paper printed"
     assert "*published: A paper [1]*" in text
 
     path = tmp_path / "results" / "tiny.jsonl"
@@ -896,3 +897,35 @@ def test_tracking_without_tensorboard_is_refused_before_training(
     message = one_line(call(*words(data, tmp_path / "out", "--track")))
     assert "pip install 'flyby[track]'" in message
     assert not (tmp_path / "out").exists()
+
+
+SMALL = "epochs=1,images=4,steps=1,latent=2,generator_width=1,batch=4"
+
+
+def test_a_rule_that_draws_is_run_with_every_server_seed_on_the_same_uploads(tmp_path: Path) -> None:
+    """Its teacher's accuracy and the sites' own stand in the row and in the table."""
+    rules = ["ensemble:mean=logits", f"dense:{SMALL}", f"dense:{SMALL},teacher=probabilities"]
+    study = tiny(methods=["ensemble"], fusions=rules, server_seeds=[0, 5], settings=[])
+    assert [(c.rule, c.config.server_seed) for c in cells(study)] == [
+        (rules[0], None),
+        *((rule, seed) for rule in rules[1:] for seed in (0, 5)),
+    ]
+    assert len({c.key for c in cells(study)}) == 5
+    place = tmp_path / "results" / "drawn.jsonl"
+    assert run_study(study, place, tmp_path / "work", **QUICK) == (5, 0)
+    rows = read_rows(place)
+    assert sum(row["trained"] for row in rows) == 5, "one set of uploads"
+    mean, *students = rows
+    assert "teacher_accuracy" not in mean
+    assert [row["server_seed"] for row in students] == [0, 5, 0, 5]
+    assert {row["teacher_accuracy"] for row in students[:2]} == {mean["accuracy"]}, "the mean of logits taught"
+    text = render(study, place)
+    teacher = 100 * mean["accuracy"]
+    assert f"(n=2); teacher {teacher:.2f} |" in text
+    assert "server seeds 0, 5 on each" in text
+    assert f"| ensemble | none: the sites' own models, mean | {100 * mean['local_accuracy']:.2f} (n=1) |" in text
+    rows[0]["note"] = "entered by hand"
+    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = render(study, place)
+    assert f"| {teacher:.2f} (n=1) [1] |" in text
+    assert "- [1] entered by hand" in text

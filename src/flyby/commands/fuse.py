@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +65,12 @@ def fuse(
     fusion: Annotated[
         str | None, typer.Option(help="The server rule; by default that of the method the parcels were trained by.")
     ] = None,
+    compact: Annotated[
+        bool,
+        typer.Option(
+            "--compact", help="Distil what the rule gives into one network, on --proxy images or on synthetic ones."
+        ),
+    ] = False,
     proxy: Annotated[str | None, typer.Option(help="Unlabelled images, for rules that can use some.")] = None,
     seed: Annotated[int, typer.Option(help="For rules that draw.")] = 0,
     export: Export = True,
@@ -90,6 +97,8 @@ def fuse(
     from flyby.parcels.gate import open_gate
     from flyby.runs.server import SERVER, Order, fuse_parcels
 
+    if compact and (region is not None or add or remove):
+        raise BadInput("--compact makes a new model; it does not go with --partial, --add or --remove")
     if region is not None or add or remove:
         if watch is not None or (region is not None and (add or remove)):
             raise BadInput("--watch, --partial, and --add or --remove are three different things; give one of them")
@@ -114,7 +123,8 @@ def fuse(
     if (watch is None) is not bool(parcels):
         raise BadInput("name the .parcel files, or the folder in which they arrive with --watch INBOX, and not both")
     least = waiting.quorum.least if waiting else min_sites
-    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device, keep_bad, revealed or ())
+    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device, keep_bad)
+    order = replace(order, revealed=revealed or (), compact=compact)
     with sole_writer(out):
         order.check()
         came = (
@@ -128,7 +138,17 @@ def fuse(
     note_absent(came, facts)
     note([*(one.line for one in gate.refused), *gate.notes])
     text = f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby"
-    say(facts, as_json, f"{text} evaluate {out} --data PATH")
+    say(facts, as_json, f"{text} evaluate {out} --data PATH" + _compared(facts.get("compact")))
+
+
+def _compared(found: dict[str, Any] | None) -> str:
+    """Student and teacher, a line each: accuracy where it is known, size and time."""
+    lines = []
+    for who, one in (found or {}).items():
+        known = f"accuracy {one['accuracy']:.4f}, " if "accuracy" in one else ""
+        networks = f"{one['networks']} network{'s' if one['networks'] > 1 else ''}"
+        lines.append(f"\n{who}: {known}{networks}, {one['bytes'] / 1e6:.1f} MB, {one['ms_per_image']:.3f} ms per image")
+    return "".join(lines)
 
 
 def _add_up(parcels: list[Path], order: Order, entrance: GateOptions, names: bool) -> tuple[dict[str, Any], str, Gate]:

@@ -28,6 +28,8 @@ IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif
 NPZ = {"train": ("x_train", "y_train"), "validation": ("x_val", "y_val"), "test": ("x_test", "y_test")}
 
 
+# Names of sources in which something is written: a mirror image of a 2 is no 2.
+WRITTEN = re.compile(r"(svhn|[ekq]?mnist|usps|digits)([-_.].*)?")
 Held = TypeVar("Held")
 
 
@@ -116,7 +118,15 @@ def load(
             root, store.key_of({}, {"of": key, "holdout": holdout}, root), lambda: _hold_out(whole, holdout)
         )
     splits = {split: data for split, data in entry.splits.items() if len(data)}
-    return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), source.mirror, entry.broken)
+    mirror = source.mirror and not written(name)
+    return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), mirror, entry.broken)
+
+
+def written(name: str) -> bool:
+    """Whether a source's name (of a folder or file, or the parts of a hub name) says that its images are of digits or
+    letters."""
+    parts = Path(name.lower()).parts[-1:] if not name.startswith("hf:") else name[3:].lower().split("/")
+    return any(WRITTEN.fullmatch(part) for part in parts)
 
 
 def read_images(

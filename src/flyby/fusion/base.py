@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +15,10 @@ from pydantic import BaseModel, ConfigDict
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
+from flyby.machine import as_a_site
 from flyby.models import ModelSpec
 from flyby.parcels.inbox import Inbox
+from flyby.registry import Registry
 
 
 class FusionSettings(BaseModel):
@@ -47,21 +50,30 @@ class Fusion(ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     about: ClassVar[str] = ""
-    needs: ClassVar[frozenset[str]] = frozenset({"weights"})
+    needs: frozenset[str] = frozenset({"weights"})  # of a rule: under its settings; of the class: under the defaults
     heterogeneous: ClassVar[bool] = False
-    data_free: ClassVar[bool] = True  # False: it cannot work without proxy images
+    data_free: bool = True  # False: it cannot work without proxy images
     draws: ClassVar[bool] = False  # it makes images of its own, or changes some, which are bytes
     settings_type: ClassVar[type[FusionSettings]] = FusionSettings
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         self.settings = settings if settings is not None else self.settings_type()
+        self.needs = self.needed(self.settings)
+
+    @classmethod
+    def needed(cls, settings: FusionSettings) -> frozenset[str]:
+        """What sites must send under these settings: ``needs``, where nothing else is written."""
+        return cls.needs
 
     def fuse(self, parcels: Inbox, server: Server | None = None) -> Predictor:
         """One predictor from many parcels, by this rule's ``combine``; one that holds a number which is not finite is
         nobody's."""
         for manifest in parcels.manifests:
             self.check_pixels(manifest.spec)
-        predictor = self.combine(parcels, server if server is not None else Server())
+        server = server if server is not None else Server()
+        # Rules that train take sums in one order, as sites do: one seed is then one student, however many threads.
+        with as_a_site(str(server.device)) if self.draws else nullcontext():
+            predictor = self.combine(parcels, server)
         for name, tensor in predictor.state_dict().items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise BadInput(
@@ -78,9 +90,18 @@ class Fusion(ABC):
                 " ensemble or fedavg"
             )
 
+    def teacher(self, parcels: Inbox, server: Server) -> Predictor | None:
+        """For rules that distil, after ``combine``: the predictor their student learnt from, so that it can be judged
+        beside it."""
+        return None
+
     @abstractmethod
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         """What a rule is: the predictor that follows from the parcels and from what ``server`` lets it use."""
+
+
+# The server rules by name, filled where the room is opened: a rule that distils may have any other as its teacher.
+FUSIONS: Registry[type[Fusion]] = Registry("fusion", {}, group="flyby.fusions")
 
 
 def weights_of(parcels: Inbox, weighting: str) -> list[float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -16,6 +18,8 @@ from flyby.fusion.predictor import Predictor
 from flyby.models import Network
 from flyby.models.cost import at_once
 from flyby.models.features import features_of
+from flyby.models.heads import HEADS
+from flyby.models.shifts import WAYS
 
 BATCH = 512
 VOICES = 256_000_000  # bytes of what a predictor's members said that are kept at once
@@ -30,10 +34,13 @@ class Looks:
         self.most, self.seen = most, OrderedDict[tuple[str, ...], Tensor]()
 
     @torch.no_grad()
-    def features(self, network: Network, images: Tensor, device: torch.device | str, name: str = "") -> Tensor:
-        """``network.features`` of uint8 images [N, H, W, C], computed in batches and kept on the host. ``name`` is the
-        images' digest where the caller has it: taking it costs as much as a small network."""
-        key = (network.identity, name or digest_of(images), str(device)) if network.identity else ()
+    def features(
+        self, network: Network, images: Tensor, device: torch.device | str, name: str = "", shown: bool = False
+    ) -> Tensor:
+        """``network.features`` (or what is ``shown``) of uint8 images [N, H, W, C], computed in batches and kept on the
+        host. ``name`` is the images' digest where the caller has it: taking it costs as much as a small network."""
+        shown = shown and bool(network.head.shift)
+        key = (network.identity, name or digest_of(images), str(device), str(shown)) if network.identity else ()
         if key in self.seen:
             self.seen.move_to_end(key)
             return self.seen[key]
@@ -42,8 +49,11 @@ class Looks:
         if network.spec.backbone is not None:
             found = features_of(network, images).cpu()
         else:
-            pieces = torch.split(images, at_once(network.spec, BATCH))
-            found = torch.cat([network.features(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
+            pieces, look = (
+                torch.split(images, at_once(network.spec, BATCH)),
+                network.shown if shown else network.features,
+            )
+            found = torch.cat([look(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
         if key and found.nbytes <= self.most:
             self.seen[key] = found
             while sum(one.nbytes for one in self.seen.values()) > self.most:
@@ -73,19 +83,41 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
         said = []
         known = f"{name} {place} {step}" if name else ""
         for network in predictor.shelf or predictor.networks:
-            seen = LOOKS.features(network, piece, device, known)  # type: ignore[arg-type]
-            parts = [part.to(device) for part in torch.split(seen, batch)]
+            seen = LOOKS.features(network, piece, device, known, predictor.shows)  # type: ignore[arg-type]
+            parts = [part.to(device) for part in torch.split(seen, sizes(len(piece), batch, predictor.least))]
             said.append([predictor.voice(network, part).cpu() for part in parts])  # type: ignore[arg-type]
-        for voices, part in zip(zip(*said, strict=True), torch.split(piece, batch), strict=True):
+        asked = torch.split(piece, sizes(len(piece), batch, predictor.least))
+        for voices, part in zip(zip(*said, strict=True), asked, strict=True):
             scores.append(predictor.combine([voice.to(device) for voice in voices], part.to(device)).float().cpu())
     return torch.cat(scores)
+
+
+def sizes(count: int, batch: int, least: int = 1) -> list[int]:
+    """How many images are asked about at once; a rest of fewer than ``least`` goes with those before it."""
+    found = [min(batch, count - start) for start in range(0, count, batch)] or [0]
+    return [*found[:-2], sum(found[-2:])] if len(found) > 1 and found[-1] < least else found
 
 
 def _piece(predictor: Predictor) -> int:
     """As many images, in whole batches, as leave room for what all members see and say: each pass over them reads every
     network of a shelf again."""
-    widest = max(len(predictor.class_names), max(spec.feature_dim() for spec in set(predictor.specs)))
+    seen = ((spec.feature_dim(), HEADS[spec.head].shift) for spec in set(predictor.specs))
+    widest = max(len(predictor.class_names), *(dim * (WAYS if shift and predictor.shows else 1) for dim, shift in seen))
     return max(1, VOICES // (4 * len(predictor.specs) * widest * BATCH)) * BATCH
+
+
+@torch.no_grad()
+def milliseconds(predictor: Predictor, device: torch.device | str = "cpu", batch: int = 64, repeats: int = 5) -> float:
+    """The median time of one image, in batches, measured here and now."""
+    predictor = predictor.eval().to(device)
+    spec = predictor.specs[0]
+    images = torch.zeros((batch, *spec.size, spec.channels), dtype=getattr(torch, spec.pixels), device=device)
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        predictor(images).cpu()  # which waits for a GPU
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) * 1000 / batch
 
 
 def check_fit(predictor: Predictor, data: Dataset) -> None:

@@ -54,6 +54,8 @@ class Predictor(nn.Module):
 
     kind: ClassVar[str]
     streams: ClassVar[bool] = False  # whether its networks may stay on a shelf
+    shows: ClassVar[bool] = False  # whether members that know a shift look at images in all its ways
+    least: int = 1  # images that it must be asked about at once
 
     def __init__(
         self,
@@ -93,8 +95,8 @@ class Predictor(nn.Module):
             yield network if self.shelf is None else network.to(images.device), spec.prepare(images)  # type: ignore[misc]
 
     def voice(self, network: Network, features: Tensor) -> Tensor:
-        """What one member says about images that it sees as ``features`` [N, d]: its logits, where nothing else is
-        written."""
+        """What one member says about images that it sees as ``features`` [N, d] (where it ``shows``, [N, R, d] of a
+        member that knows a shift): its logits, where nothing else is written."""
         return network.head(features).float()  # type: ignore[no-any-return]
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
@@ -102,7 +104,9 @@ class Predictor(nn.Module):
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
-        voices = [self.voice(network, network.features(x)) for network, x in self.members(images)]
+        voices = []
+        for network, x in self.members(images):
+            voices.append(self.voice(network, network.shown(x) if self.shows else network.features(x)))
         return self.combine(voices, images)
 
     def chances(self, scores: Tensor) -> Tensor:
@@ -299,7 +303,7 @@ def export_program(predictor: Predictor, path: Path) -> None:
 
     logging.getLogger("torch.export").setLevel(logging.ERROR)
     example = torch.zeros((2, *predictor.size, predictor.channels), dtype=getattr(torch, predictor.pixels))
-    batch = torch.export.Dim("batch", min=1, max=4096)
+    batch = torch.export.Dim("batch", min=predictor.least, max=4096)
     with torch.no_grad():
         predictor(example)  # a frozen backbone is read now: under the export's eyes no file can be
         program = torch.export.export(predictor, (example,), dynamic_shapes=({0: batch},), strict=False)

@@ -47,6 +47,17 @@ def beyond(network: Network, pooled: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def shown_of(network: Network, images: Tensor) -> Tensor:
+    """The same in every way of the shift that the network knows, ``[N, R, d]``; plain ``[N, d]`` where it knows
+    none."""
+    if not network.head.shift:
+        return features_of(network, images)
+    device = next(network.parameters()).device
+    pieces = torch.split(images, at_once(network.spec, 512))
+    return torch.cat([network.shown(network.prepare(piece.to(device))).float() for piece in pieces])
+
+
+@torch.no_grad()
 def pooled_of(network: Network, images: Tensor, label: str = "") -> Tensor | None:
     """What the frozen part of the network's backbone makes of images: float32 ``[N, dim]``, or ``[N, channels, height,
     width]`` before a tuned stage, on the host, from the cache or computed and kept there. None where there is no such

@@ -6,12 +6,14 @@ A head is one class with ``(feature_dim, classes, scaled)`` and one line in :dat
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyby.models.anchors import simplex_etf
+from flyby.models.shifts import WAYS
 from flyby.registry import Registry
 
 INITIAL_SCALE = 16.0
@@ -19,9 +21,10 @@ INITIAL_SCALE = 16.0
 
 class Head(nn.Module):
     """A classifier on features. ``initialise`` sets every tensor it has; ``takes_scale``: whether a spec's
-    ``logit_scale`` means anything to it."""
+    ``logit_scale`` means anything to it; ``shift``: which one it was trained to tell the ways of, if any."""
 
     takes_scale = False
+    shift: ClassVar[str] = ""
 
     def initialise(self, generator: torch.Generator) -> None:
         raise NotImplementedError
@@ -78,7 +81,37 @@ class EtfHead(Head):
         return self.scale * (F.normalize(features, dim=1) @ self.anchors.T)
 
 
-HEADS: Registry[type[Head]] = Registry("head", {"linear": LinearHead, "prototype": PrototypeHead, "etf": EtfHead})
+class TurnsHead(PrototypeHead):
+    """Prototypes ``[4 C, d]``, those of way r from row r C on; ``logits`` are those of images as they are (way 0)."""
+
+    takes_scale = False
+    shift = "turns"
+
+    def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
+        super().__init__(feature_dim, WAYS * classes, scaled)
+        self.classes = classes
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.normalize(features, dim=1) @ self.prototypes[: self.classes].T
+
+
+class PatchesHead(TurnsHead):
+    shift = "patches"
+
+
+class ColourHead(TurnsHead):
+    shift = "colour"
+
+
+HEADS: Registry[type[Head]] = Registry(
+    "head",
+    {
+        "linear": LinearHead,
+        "prototype": PrototypeHead,
+        "etf": EtfHead,
+        **{head.shift: head for head in (TurnsHead, PatchesHead, ColourHead)},
+    },
+)
 
 
 def uniform_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
@@ -91,9 +124,31 @@ def uniform_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> 
 
 
 def directions(network: nn.Module) -> Tensor:
-    """One row ``[d]`` per class that stands for it in feature space: the head's prototypes, anchors or linear rows."""
+    """One row ``[d]`` per class that stands for it in feature space: the head's prototypes, anchors or linear rows; of
+    a head that knows a shift, those of images as they are."""
+    return shown_directions(network)[0]
+
+
+def shown_directions(network: nn.Module) -> Tensor:
+    """The same for every way of the head's shift, ``[R, C, d]``; R is 1 where it knows none."""
+    head = network.head
     for name in ("prototypes", "anchors", "weight"):
-        rows = getattr(network.head, name, None)
+        rows = getattr(head, name, None)
         if isinstance(rows, Tensor):
-            return rows.detach()
-    raise TypeError(f"no class directions in a {type(network.head).__name__}")
+            ways = WAYS if getattr(head, "shift", "") else 1
+            return rows.detach().reshape(ways, len(rows) // ways, -1)
+    raise TypeError(f"no class directions in a {type(head).__name__}")
+
+
+def cosine(network: nn.Module, features: Tensor) -> Tensor:
+    """What an expert says of each class, [N, C]: cos(f(x), direction of c) from features [N, d]; from those of every
+    way, [N, R, d], the mean over r of cos(f(way r of x), direction of c in way r)."""
+    return between(features, shown_directions(network))
+
+
+def between(features: Tensor, rows: Tensor) -> Tensor:
+    """The same from directions ``[R, C, d]``. Features of one way alone meet the directions of images as they are."""
+    if features.ndim == 2:
+        return F.normalize(features.float(), dim=1) @ F.normalize(rows[0].float(), dim=1).T
+    seen, rows = F.normalize(features.float(), dim=2), F.normalize(rows.float(), dim=2)
+    return torch.einsum("nrd,rcd->nc", seen, rows) / len(rows)

@@ -25,6 +25,7 @@ from flyby.errors import BadInput, unknown
 from flyby.models.backbones import Backbone, Named, check_name, is_name
 from flyby.models.heads import HEADS, Head, uniform_fan_in
 from flyby.models.networks import ARCHITECTURES
+from flyby.models.shifts import WAYS, shifted
 from flyby.models.tune import Tuned, standing_on
 from flyby.settings import Grown, complaint
 
@@ -111,7 +112,21 @@ class ModelSpec(Grown):
             raise BadInput(
                 f"logit_scale has no meaning for the {self.head} head; choose head 'prototype' or leave it out"
             )
+        if head.shift:
+            self._check_shift(head.shift)
         return self
+
+    def _check_shift(self, shift: str) -> None:
+        """Refuse a shift that these images cannot be shown in; the cure is always another one, or none."""
+        cure = "set objective.shift to another one, or to none"
+        if self.backbone is not None:
+            raise BadInput(f"a frozen backbone learns no shift, and this head tells {shift}; {cure}")
+        if shift == "turns" and self.size[0] != self.size[1]:
+            raise BadInput(f"quarter turns need square images, and these are {self.size[0]}x{self.size[1]}; {cure}")
+        if shift == "patches" and min(self.size) < 2:
+            raise BadInput(f"images of {self.size[0]}x{self.size[1]} have no halves to swap; {cure}")
+        if shift == "colour" and self.channels < 2:
+            raise BadInput(f"images of one channel have no colours to shift; {cure}")
 
     def _check_backbone(self, backbone: Backbone) -> None:
         check_name(self.name)
@@ -269,6 +284,14 @@ class Network(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         return self.projector(self.backbone(x))  # type: ignore[no-any-return]
+
+    def shown(self, x: Tensor) -> Tensor:
+        """The features of every way of the shift that its head knows, ``[B, R, d]``; plain ``[B, d]`` where it knows
+        none."""
+        shift = self.head.shift
+        if not shift:
+            return self.features(x)
+        return torch.stack([self.features(shifted(x, shift, way)) for way in range(WAYS)], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))  # type: ignore[no-any-return]

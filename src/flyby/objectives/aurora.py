@@ -17,14 +17,14 @@ from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import ModelSpec, Network
-from flyby.models.anchors import simplex_etf
+from flyby.objectives.anchored import Anchored, AnchorSettings
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms
 from flyby.objectives.salt import Salt, SaltSettings
 from flyby.objectives.weighting import WEIGHTINGS, Weighting, WeightingSettings
 from flyby.rng import generator
 
 
-class AuroraSettings(SaltSettings, WeightingSettings):
+class AuroraSettings(SaltSettings, WeightingSettings, AnchorSettings):
     align_reduction: Literal["mean", "sum"] = "mean"
     align_classes: Literal["site", "batch"] = Field(
         "site", description="align the classes the site holds, or those in the batch"
@@ -33,10 +33,9 @@ class AuroraSettings(SaltSettings, WeightingSettings):
         "normal", description="etf starts at the anchors and adds a learnable logit scale"
     )
     freeze_missing: bool = Field(False, description="keep the prototypes of classes the site lacks where they began")
-    anchor_seed: int = Field(0, ge=0, description="all sites must use the same")
 
 
-class Aurora(Salt):
+class Aurora(Anchored, Salt):
     """AURORA's client. Its extra state is two scalars and their two velocities."""
 
     name = "aurora"
@@ -65,23 +64,19 @@ class Aurora(Salt):
         # scale.
         return spec.replace(head=cls.head, logit_scale=settings.proto_init == "etf")
 
-    @property
-    def parameter_lr(self) -> float | None:
-        return self.settings.sigma_lr
-
     def prepare(self, model: Network, site: Site, seed: int) -> None:
         prototypes: Tensor = model.head.prototypes  # type: ignore[assignment]
         device = prototypes.device
-        anchors = simplex_etf(prototypes.shape[0], prototypes.shape[1], self.settings.anchor_seed)
+        anchors = self.anchors_for(prototypes)
         counts = torch.tensor(site.counts, dtype=torch.float64)
         if self.settings.proto_init == "etf":
             noise = torch.randn(prototypes.shape, generator=generator(self.settings.anchor_seed, "proto-init")) * 0.01
-            prototypes.data.copy_(anchors + noise)
+            prototypes.data.copy_(anchors + noise.to(device))
         self.weighting = WEIGHTINGS[self.settings.weighting](self.settings, first_log_sigma(self.settings, counts)).to(
             device
         )
         # Anchors and masks are rebuilt from the seed and the data; only the weighting's scalars are memory.
-        self.register_buffer("anchors", anchors.to(device), persistent=False)
+        self.register_buffer("anchors", anchors, persistent=False)
         self.register_buffer("held", (counts > 0).float().to(device), persistent=False)
         self.register_buffer("start", prototypes.detach().clone(), persistent=False)
 
@@ -128,10 +123,7 @@ class Aurora(Salt):
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super().extras(model, site, seed)
-        return tensors, facts | {
-            "anchor_seed": self.settings.anchor_seed,
-            **{k: float(v) for k, v in self.weighting.state().items()},
-        }
+        return tensors, facts | {name: float(value) for name, value in self.weighting.state().items()}
 
 
 def first_log_sigma(settings: AuroraSettings, counts: Tensor) -> float:

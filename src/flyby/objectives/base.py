@@ -11,24 +11,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from flyby.data.site import Site
 from flyby.data.views import ViewSettings
 from flyby.models import ModelSpec, Network
+from flyby.settings import Grown
 from flyby.statistics.calibration import calibrate
 from flyby.statistics.catalogue import computed, named
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Augmented images ``[V*B, C, H, W]`` and the labels of all of them ``[V*B]`` (view v of sample i is row v*B +
-    i)."""
+    """Augmented images ``[V*B, C, H, W]`` and the labels of all of them ``[V*B]`` (view v of sample i is row v*B + i);
+    ``plain`` are the images as the site has them ``[B, H, W, C]``, where somebody asks for those."""
 
     images: Tensor
     labels: Tensor
     views: int
+    plain: Tensor | None = None
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Terms:
     parts: dict[str, Tensor]
 
 
-class ObjectiveSettings(BaseModel):
+class ObjectiveSettings(Grown):
     """Base of every objective's settings: strict, unknown keys refused, so that a typing error is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,6 +64,7 @@ class Objective(nn.Module):
     batch: ClassVar[int] = 64
     trains: ClassVar[bool] = True  # where it does not, a site's epochs are 0
     per_sample: ClassVar[bool] = False  # whether the loss is a mean over images, each alone, as private training needs
+    sends: ClassVar[tuple[str, ...]] = ()  # statistics that it sends without being asked, each also in ``provides``
     training: bool
 
     def __init__(self, settings: ObjectiveSettings) -> None:
@@ -88,6 +91,10 @@ class Objective(nn.Module):
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
         """The network this loss needs: the given architecture with the objective's head."""
         return spec.replace(head=cls.head)
+
+    def fitted(self, spec: ModelSpec, site: Site, seed: int) -> ModelSpec:
+        """The network for this very site, where the site's own images decide: called once, before it is built."""
+        return spec
 
     @property
     def parameter_lr(self) -> float | None:
@@ -118,7 +125,7 @@ class Objective(nn.Module):
         """What the parcel carries beside the weights: (tensors, small named facts). Statistics are stored as
         ``NAME.REST``."""
         tensors = calibrate(model, site, seed) if self.settings.calibrate and "calibration" in self.provides else {}
-        for text in self.settings.send:
+        for text in (*self.sends, *self.settings.send):
             tensors |= computed(text, model, site, seed)
         return tensors, {}
 

@@ -62,20 +62,29 @@ class Cvae(Supervised):
 
     def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
         plain = super().loss(model, batch, progress)
-        mean, std = self.pixel_scale
-        pixels = (batch.images.float() * std + mean).clamp(0, 1)
-        centre, log_variance = self.encoder(pixels, batch.labels)
+        # Of the images as they are: a decoder that learnt shifted ones would paint their black borders.
+        pixels, labels = self.pixels(batch), batch.labels
+        if batch.plain is not None:
+            labels = labels[: len(pixels)]
+        centre, log_variance = self.encoder(pixels, labels)
         noise = torch.randn(
             centre.shape, generator=generator(*self.key, int(self.steps), device=centre.device), device=centre.device
         )
         self.steps += 1
-        logits = self.decoder.logits(centre + noise * (log_variance / 2).exp(), batch.labels)
+        logits = self.decoder.logits(centre + noise * (log_variance / 2).exp(), labels)
         apart, divergence = (
             reconstruction(logits, pixels, self.settings.reconstruction),
             gaussian_kl(centre, log_variance),
         )
         parts = {"cross_entropy": plain.total, "reconstruction": apart, "kl": divergence, **plain.parts}
         return Terms(plain.total + apart + self.settings.beta * divergence, parts)
+
+    def pixels(self, batch: Batch) -> Tensor:
+        """What the decoder is to paint, in 0..1."""
+        if batch.plain is not None:
+            return batch.plain.permute(0, 3, 1, 2).float() / 255
+        mean, std = self.pixel_scale
+        return (batch.images.float() * std + mean).clamp(0, 1)
 
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """``decoder.NAME`` for each of its tensors. Label frequencies and count are the manifest's own, as exact as the

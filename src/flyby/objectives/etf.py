@@ -6,33 +6,28 @@ site lacks drop out of its softmax.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.errors import BadInput
 from flyby.models import ModelSpec, Network
-from flyby.models.anchors import simplex_etf
+from flyby.objectives.anchored import Anchored, AnchorSettings
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms, accuracy_of
 from flyby.objectives.supervised import Supervised
 
 
-class BalancedEtfSettings(ObjectiveSettings):
-    anchor_seed: int = Field(0, ge=0, description="all sites must use the same")
-
-
-class BalancedEtf(Supervised):
+class BalancedEtf(Anchored, Supervised):
     name = "etf"
     per_sample = False  # its loss uses the exact class counts
     paper = "FedETF: Li et al., ICCV 2023"
     provides = frozenset({"weights", "class_counts", "prototypes", "anchors", "calibration"})
     head = "etf"
-    settings_type: ClassVar[type[ObjectiveSettings]] = BalancedEtfSettings
-    settings: BalancedEtfSettings  # type: ignore[assignment]
+    settings_type: ClassVar[type[ObjectiveSettings]] = AnchorSettings
+    settings: AnchorSettings  # type: ignore[assignment]
     log_counts: Tensor
 
     @classmethod
@@ -45,15 +40,11 @@ class BalancedEtf(Supervised):
         return super().adapt_spec(spec, settings)
 
     def prepare(self, model: Network, site: Site, seed: int) -> None:
-        anchors: Tensor = model.head.anchors  # type: ignore[assignment]
-        anchors.copy_(simplex_etf(anchors.shape[0], anchors.shape[1], self.settings.anchor_seed))
-        self.register_buffer("log_counts", torch.tensor(site.counts).float().log().to(anchors.device), persistent=False)
+        self.fix_head(model)
+        device = next(model.parameters()).device
+        self.register_buffer("log_counts", torch.tensor(site.counts).float().log().to(device), persistent=False)
 
     def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
         logits = model(batch.images).float()
         loss = F.cross_entropy(logits + self.log_counts, batch.labels)
         return Terms(loss, {"train_accuracy": accuracy_of(logits, batch.labels)})
-
-    def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, facts = super().extras(model, site, seed)
-        return tensors, facts | {"anchor_seed": self.settings.anchor_seed}

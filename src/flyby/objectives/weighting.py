@@ -158,20 +158,26 @@ class GradNorm(Weighting):
         return local + strength * align, strength
 
 
-class Kendall(Weighting):
-    """Plain uncertainty weighting [Kendall et al., CVPR 2018], coupled: 1/sigma^2 scales the
-    network's gradients too."""
+class Kendall(TwoScalars):
+    """Plain uncertainty weighting [Kendall et al., CVPR 2018], coupled: 1/sigma^2 scales the network's gradients too.
+    The scalars' own gradient is (1 - L e^-l) / 2 each; a ``lambda_cap`` holds for what the network minimises."""
 
     def __init__(self, settings: WeightingSettings, start: float = 0.0) -> None:
-        super().__init__(settings)
-        self.scalars = nn.Parameter(torch.tensor([start, 0.0]))
+        super().__init__(settings, (start, 0.0))
+
+    def strength(self, progress: Tensor) -> Tensor:
+        return torch.exp(self.scalars[0] - self.scalars[1])
 
     def weigh(self, local: Tensor, align: Tensor, progress: Tensor, prototypes: Tensor) -> tuple[Tensor, Tensor]:
-        total = 0.5 * (local * torch.exp(-self.scalars[0]) + align * torch.exp(-self.scalars[1]) + self.scalars.sum())
-        return total, torch.exp(self.scalars[0] - self.scalars[1]).detach()
+        total, strength = super().weigh(local, align, progress, prototypes)
+        scalars = self.scalars.clone()  # they are changed in place before the next batch
+        return 0.5 * (total * torch.exp(-scalars[0]) + scalars.sum()), strength
+
+    def gradient(self, local: Tensor, align: Tensor, progress: Tensor) -> Tensor:
+        return 0.5 * (1 - torch.stack((local, align)) * torch.exp(-self.scalars))
 
     def state(self) -> dict[str, Tensor]:
-        return {"l_local": self.scalars[0].detach(), "l_align": self.scalars[1].detach()}
+        return {"l_local": self.scalars[0], "l_align": self.scalars[1]}
 
 
 class Uncertainty(TwoScalars):

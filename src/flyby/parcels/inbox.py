@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from flyby.errors import BadInput
 from flyby.models import Network
 from flyby.models.cost import Limits
+from flyby.models.heads import HEADS
 from flyby.models.shelf import IN_MEMORY, Shelf, bytes_of
 from flyby.names import natural
 from flyby.parcels import parcel
@@ -123,6 +125,17 @@ def other_classes(one: Manifest, other: Manifest) -> str:
         f"{one.sender} and {other.sender} name different classes ({named}); parcels can only be used over the same"
         " classes, so give each site a class folder for every class, an empty one where it has no images"
     )
+
+
+def unshifted(item: Parcel) -> Parcel:
+    """The same upload for a rule that shows images as they are: of a head that knows a shift only the rows for those
+    are left, as a plain prototype head."""
+    spec = item.manifest.spec
+    if not HEADS[spec.head].shift:
+        return item
+    weights = item.weights | {"head.prototypes": item.weights["head.prototypes"][: spec.classes]}
+    manifest = item.manifest.model_copy(update={"spec": spec.replace(head="prototype")})
+    return dataclasses.replace(item, manifest=manifest, weights=weights, revised=True)
 
 
 def unlike(rule: str, one: Manifest, other: Manifest) -> str:

@@ -175,6 +175,8 @@ def _facts(run: RunData) -> str:
         facts.append((f"{page.percent(own)} %", "own-test accuracy: on each site’s own mix of classes (mean)"))
     if (common := page.number(run.result.get("accuracy_common"))) is not None:
         facts.append((f"{page.percent(common)} %", "on common images, weighted as each site’s classes (mean)"))
+    if (taught := page.number(run.result.get("teacher_accuracy"))) is not None:
+        facts.append((f"{page.percent(taught)} %", "its teacher’s accuracy, on the same test images"))
     if size is not None:
         facts.append((page.size(size), "sent up, in all"))
     if run.seconds is not None:
@@ -194,11 +196,13 @@ def _results(runs: list[RunData]) -> str:
         ("Accuracy %", lambda run: run.accuracy, page.percent, 1),
         ("Own-test accuracy %, mean", lambda run: page.mean(run.scores("per_client").values()), page.percent, 1),
         ("Common images %, mean", lambda run: page.number(run.result.get("accuracy_common")), page.percent, 1),
+        ("Teacher’s accuracy %", lambda run: page.number(run.result.get("teacher_accuracy")), page.percent, 1),
         ("Uploads", lambda run: page.number(run.result.get("uploads")), page.count, -1),
         ("MB up", lambda run: page.number(run.result.get("bytes_up")), page.megabytes, -1),
         ("Seconds", lambda run: run.seconds, page.seconds, -1),
     ]
-    columns = [one for one in columns if one[0][:6] != "Common" or any(one[1](run) is not None for run in runs)]
+    rare = ("Common", "Teacher")
+    columns = [one for one in columns if not one[0].startswith(rare) or any(one[1](run) is not None for run in runs)]
     cells: list[list[str]] = []
     for _, value, show, sign in columns:
         values = [value(run) for run in runs]

@@ -16,7 +16,7 @@ from flyby.data.settings import DataSettings
 from flyby.data.splits import SplitSettings
 from flyby.data.views import ViewSettings
 from flyby.errors import BadInput, unknown
-from flyby.fusion import FUSIONS, Fusion
+from flyby.fusion import FUSIONS, Fusion, FusionSettings
 from flyby.meeting.settings import FleetSettings
 from flyby.models import ModelSpec
 from flyby.models.backbones import Tune
@@ -81,10 +81,14 @@ class RunConfig(BaseModel):
     )
     epsilon: float = Field(1.0, gt=0)
     proxy: str | None = None
+    server_seed: int | None = Field(None, ge=0, description="what the server draws by, where not by the run's seed")
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
     attack: AttackSettings = AttackSettings()
     admission: Literal["none", "default", "validated"] = Field(
         "none", description="the gate before the server, without or with held-out images"
+    )
+    judge: Literal["test", "held-out"] = Field(
+        "test", description="what accuracies are of: held-out are the sites' validation images, to choose settings by"
     )
 
 
@@ -94,7 +98,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelSettings,
     "attack": AttackSettings,
 }
-TOP = ("codec", "counts", "epsilon", "proxy", "locals", "admission")
+TOP = ("codec", "counts", "epsilon", "proxy", "server_seed", "locals", "admission", "judge")
 
 
 def make_config(
@@ -245,15 +249,21 @@ def _spec(asked: ModelSettings, data: Dataset, trains: bool) -> ModelSpec:
     return ModelSpec(**shape, name=asked.name or ("cnn-small" if min(data.size) < 24 else "resnet18"))
 
 
+def settings_of(kind: type[Fusion], config: RunConfig, method: Method) -> FusionSettings:
+    """The settings of a server rule: those of the method, and what was asked for."""
+    return build(kind.settings_type, {**method.fusion_settings.get(kind.name, {}), **config.fusion}, "fusion")
+
+
 def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:
     """The server's rule with its settings; None where there is no server."""
     name = config.fusion_name or method.fusion
     if name is None:
         return None
     kind = FUSIONS[name]
-    check_pair(objective, kind, settings)
-    if not kind.data_free and config.proxy is None:
+    rule = kind(settings_of(kind, config, method))
+    check_pair(objective, rule, settings)
+    if not rule.data_free and config.proxy is None:
         raise BadInput(
             f"{name} learns from unlabelled proxy images; name some with --set proxy=PATH (never the test images)"
         )
-    return kind(build(kind.settings_type, {**method.fusion_settings.get(name, {}), **config.fusion}, "fusion"))
+    return rule

@@ -26,7 +26,8 @@ from flyby.settings import build
 class Result(BaseModel):
     """What one run found: ``result.json``. ``accuracy`` is on the common test images (FOL: the mean of the nodes' own),
     ``per_client`` on each participant's own, ``accuracy_common`` the mean of the nodes' on the common images weighted
-    as their own classes; what a run has no figure for is None and not in the file."""
+    as their own classes, ``teacher_accuracy`` what a distilled model's teacher has; what a run has no figure for is not
+    in the file."""
 
     model_config = ConfigDict(extra="forbid")
     schema_version: Literal[1] = 1
@@ -45,6 +46,7 @@ class Result(BaseModel):
     codec: str
     accuracy: float
     accuracy_common: float | None = None
+    teacher_accuracy: float | None = None
     per_client: dict[str, float]
     per_class: dict[str, float | None]
     local_accuracy: dict[str, float] | None = None
@@ -97,6 +99,8 @@ class Result(BaseModel):
         judged = f"accuracy {self.accuracy:.4f}   own-test mean {sum(own) / len(own):.4f}"
         if self.accuracy_common is not None:
             judged += f"   on common images {self.accuracy_common:.4f}"
+        if self.teacher_accuracy is not None:
+            judged += f"   its teacher {self.teacher_accuracy:.4f}"
         return f"{self.method:<12} {judged}   {sent}   {self.seconds:.1f} s"
 
     def __str__(self) -> str:

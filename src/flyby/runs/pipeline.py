@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,8 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     shared = np.concatenate([share.train for share in split.shares.values()])  # as sites would agree on beforehand
     plans = [one.normalised(bundle.train, shared) for one in plans]
     proxy = proxy_of(config, bundle, split) if plans[0].fusion else None
+    if config.judge == "held-out":
+        held_out(bundle, split)  # that there are none is said before anything is trained
     for name in split.shares:
         check_name(name)
     resolved = plans[0].recipe.model_dump(mode="json")
@@ -174,7 +176,7 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
         clean = part_of(held_out(bundle, split)) if config.admission == "validated" else None
         let_in, ledger, found = entrance(rule, config.admission, sent, uploads.sent, uploads.liars, clean, device)
     ledger.save(run.ledger)
-    server = Server(opened.proxy, config.seed, device, run.server)
+    server = Server(opened.proxy, config.seed if config.server_seed is None else config.server_seed, device, run.server)
     if rule is not None:
         predictor = engine_named(opened.engine).fuse(rule, let_in, server)
         if server.report:
@@ -185,8 +187,11 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
             if isinstance(rule, ClosedForm):
                 write_kept(run.model, let_in, rule)  # so that a site can be added to it or taken out of it
     opened.mark("fuse")
-    judge = Judge(bundle, split, device)
+    chosen_by = replace(bundle, test=held_out(bundle, split), validation=None) if config.judge == "held-out" else bundle
+    judge = Judge(chosen_by, split, device)
     found = judge.judged(predictor, sent, config.locals) | found
+    if rule is not None and (teacher := rule.teacher(let_in, server)) is not None:
+        found["teacher_accuracy"] = judge.look(teacher).accuracy
     honest = sent if uploads.sent == uploads.honest else Inbox(uploads.honest)
     start = config.seed if opened.plans[0].recipe.train.init == "shared" else None
     alike = judge.consistency(honest, start, uploads.jobs[0].folder / "consistency.json")

@@ -23,9 +23,10 @@ from flyby.fusion.base import Server
 from flyby.fusion.closed.base import ClosedForm
 from flyby.fusion.closed.kept import read_kept, region_of, write_kept
 from flyby.fusion.closed.masked import MASKED, unmasked
-from flyby.fusion.evaluation import scores_of
+from flyby.fusion.evaluation import accuracy, milliseconds, scores_of
 from flyby.fusion.predictor import Predictor, check_replaceable, load_predictor, model_folder, save_predictor
 from flyby.machine import pick_device
+from flyby.models.shelf import bytes_of
 from flyby.names import check_name
 from flyby.parcels import parcel, plausible
 from flyby.parcels.gate import Gate, Refused, remember
@@ -90,6 +91,8 @@ def proxy_of(config: RunConfig, bundle: DataBundle, split: Split) -> Dataset | N
     if config.proxy is None:
         return None
     if config.proxy == "held-out":
+        if config.judge == "held-out":
+            raise BadInput("the held-out images cannot be the server's own and judge it too; name another proxy")
         return held_out(bundle, split)
     proxy, data = DataSettings(name=config.proxy, holdout=0.0).load().train, bundle.train
     if proxy.size != data.size:
@@ -118,7 +121,7 @@ class Order:
     it may use. ``min_sites`` parcels are enough where some are refused; without it one refusal ends the work.
     ``validation`` names labelled images to judge parcels and the fused model by; one that is no better than chance is
     published only with ``keep_bad``. ``revealed`` are files of seeds towards sites of a masked round that did not
-    send."""
+    send. ``compact``: one network is made of what the rule would give, which is then its teacher."""
 
     out: Path
     rule: str | None = None
@@ -131,12 +134,19 @@ class Order:
     device: str = "auto"
     keep_bad: bool = False
     revealed: Sequence[Path] = ()
+    compact: bool = False
 
     def check(self) -> None:
         """All that can be wrong before any parcel is there: nobody waits for hours to hear of a misspelt word."""
         check_replaceable(self.out)
         if self.rule is not None:
-            rule_named(self.rule, self.assignments)
+            self.fusion(self.rule)
+
+    def fusion(self, rule: str, methods: Iterable[str] = ()) -> Fusion:
+        """The rule with its settings, or the one that distils it: settings that only the rule has are then its own."""
+        if not self.compact:
+            return rule_named(rule, self.assignments, methods)
+        return compact_rule(rule, self.assignments, settings_for(rule, methods))
 
 
 def rule_named(
@@ -152,6 +162,20 @@ def rule_named(
         if name not in known:
             raise unknown(f"{rule} setting", name, known) if known else BadInput(f"{rule} has no settings")
         values[name] = value
+    return kind(build(kind.settings_type, values, "fusion"))
+
+
+def compact_rule(rule: str, assignments: Iterable[str], usual: Mapping[str, Any]) -> Fusion:
+    """``compact`` with this rule as its teacher; of the settings, those that it does not know are the rule's."""
+    kind, given = FUSIONS["compact"], [parse_assignment(text) for text in assignments]
+    words = {name.removeprefix("fusion."): value for name, value in given}
+    values = {name: value for name, value in words.items() if name in kind.settings_type.model_fields}
+    values.setdefault("teacher", rule)
+    if strange := {name for name in words if name not in values} - set(FUSIONS[rule].settings_type.model_fields):
+        raise unknown("compact setting", min(strange), kind.settings_type.model_fields)
+    theirs = dict(usual) | {name: value for name, value in words.items() if name not in values}
+    if theirs and values["teacher"] == rule:
+        values["teacher"] = f"{rule}:" + ";".join(f"{name}={value}" for name, value in theirs.items())
     return kind(build(kind.settings_type, values, "fusion"))
 
 
@@ -175,6 +199,8 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
     gate.unchanged()
     sites, senders = sum(m.sites for m in inbox.manifests), ", ".join(m.sender for m in inbox.manifests[:20])
     card = {"fusion": rule.name, "sites": sites, "senders": senders, "samples": sum(inbox.samples)}
+    if fused.compared is not None:
+        card |= {"teacher": getattr(rule.settings, "teacher", ""), "beside its teacher": fused.compared}
     with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
         save_predictor(predictor, folder, card, export=order.export)
         if isinstance(rule, ClosedForm):
@@ -192,6 +218,7 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
         "refused": [one.row() for one in gate.refused],
         "notes": gate.notes,
         "validation": fused.verdict,
+        **({} if fused.compared is None else {"compact": fused.compared}),
     }
 
 
@@ -205,12 +232,14 @@ def _bring(paths: Sequence[Path], gate: Gate) -> None:
 
 
 class Fused(NamedTuple):
-    """What was fused, of which parcels, by which rule, and what the validation images say of it (None without any)."""
+    """What was fused, of which parcels, by which rule, and what the validation images say of it (None without any).
+    ``compared``: a student beside its teacher, where one was asked for."""
 
     predictor: Predictor
     inbox: Inbox
     rule: Fusion
     verdict: dict[str, Any] | None
+    compared: dict[str, Any] | None = None
 
 
 def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
@@ -219,18 +248,21 @@ def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
     _enough(gate, order.min_sites)
     typical = gate.typical()
     methods = [one.manifest.method for one in gate.waiting]
-    fusion = rule_named(order.rule or rule_for(methods), order.assignments, methods)
+    fusion = order.fusion(order.rule or rule_for(methods), methods)
     images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
     judges = _judges(order.validation, typical) if order.validation else None
     inbox = _let_in(gate, fusion, order, judges, typical if judges else None)
-    predictor = fusion.fuse(inbox, Server(images, order.seed, device, work))
+    server = Server(images, order.seed, device, work)
+    predictor = fusion.fuse(inbox, server)
     verdict = None
     if judges:
         best = max((one.manifest.sender for one in gate.waiting), key=gate.accuracies.__getitem__)
         alone = gate.accuracies[best]
         verdict = _verdict(predictor, inbox, judges, order, gate, (f"{best} alone", "best_site", alone))
         verdict["best_site"] = best
-    return Fused(predictor, inbox, fusion, verdict)
+    teacher = fusion.teacher(inbox, server) if order.compact else None
+    compared = beside_teacher(predictor, teacher, judges, device) if teacher is not None else None
+    return Fused(predictor, inbox, fusion, verdict, compared)
 
 
 def _let_in(gate: Gate, rule: Fusion, order: Order, judges: Part | None = None, like: Manifest | None = None) -> Inbox:
@@ -256,6 +288,21 @@ def _let_in(gate: Gate, rule: Fusion, order: Order, judges: Part | None = None, 
         return inbox
     revealed = [read_as(Revealed, path, "a file of revealed seeds") for path in order.revealed]
     return Inbox([unmasked(inbox, rule.name, revealed)])
+
+
+def beside_teacher(student: Predictor, teacher: Predictor, judges: Part | None, device: str) -> dict[str, Any]:
+    """What one network costs beside the ensemble it was made of, and what both are worth where images can tell."""
+
+    def facts(predictor: Predictor) -> dict[str, Any]:
+        found: dict[str, Any] = {"networks": len(predictor.specs)}
+        found["parameters"] = sum(spec.parameter_count() for spec in predictor.specs)
+        found["bytes"] = sum(bytes_of(spec) for spec in predictor.specs)
+        found["ms_per_image"] = round(milliseconds(predictor, device), 4)
+        if judges is not None:
+            found["accuracy"] = accuracy(scores_of(predictor, judges.images, device), judges.labels)
+        return found
+
+    return {"teacher": facts(teacher), "student": facts(student)}
 
 
 def change_model(
@@ -338,8 +385,8 @@ def _verdict(
     right, told = scores.argmax(1) == labels, [manifest.counts for manifest in inbox.manifests]
     counts = None if None in told else [sum(column) for column in zip(*told, strict=True)]
     judged = plausible.judge(right, labels, counts, classes)
-    accuracy = float(right.double().mean())
-    found = {"images": len(labels), "accuracy": accuracy, f"{key}_accuracy": alone}
+    reached = float(right.double().mean())
+    found = {"images": len(labels), "accuracy": reached, f"{key}_accuracy": alone}
     if not judged.passes or not bool(scores.isfinite().all()):
         if not order.keep_bad:
             raise BadInput(
@@ -348,12 +395,12 @@ def _verdict(
                 " another --fusion, or give --keep-bad"
             )
         gate.notes.append("WARNING: the fused model is no better than chance on the validation images")
-    elif accuracy < alone:
+    elif reached < alone:
         gate.notes.append(
-            f"WARNING: the fused model has {accuracy:.1%} on the validation images, less than the {alone:.1%} of {who};"
+            f"WARNING: the fused model has {reached:.1%} on the validation images, less than the {alone:.1%} of {who};"
             " look at the parcels, or use another --fusion"
         )
-    return found | {"better_than_chance": judged.passes, f"worse_than_{key}": accuracy < alone}
+    return found | {"better_than_chance": judged.passes, f"worse_than_{key}": reached < alone}
 
 
 def _enough(gate: Gate, least: int | None) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
-from flyby.models.heads import directions
+from flyby.models.heads import cosine
 from flyby.parcels.parcel import Manifest
 from flyby.rng import generator
 from flyby.statistics.extras import Entry, Extra, Sent
@@ -29,15 +28,9 @@ OWN, SCRAP, SPREAD = 0, 1, 2  # rows of the `calibration` tensor [3, C]; 0 where
 
 @torch.no_grad()
 def cosines(network: Network, images: Tensor) -> Tensor:
-    """cos(f(x), direction of c) for uint8 images [N, H, W, C]: [N, classes]."""
-    rows = F.normalize(directions(network).float(), dim=1)
-    spec = network.spec
-    return torch.cat(
-        [
-            F.normalize(network.features(spec.prepare(piece)).float(), dim=1) @ rows.T
-            for piece in torch.split(images, 512)
-        ]
-    )
+    """What the network, as an expert, says of each class of images [N, H, W, C]: [N, classes]."""
+    pieces = torch.split(images, 512)
+    return torch.cat([cosine(network, network.shown(network.spec.prepare(piece))) for piece in pieces])
 
 
 def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
@@ -71,34 +64,40 @@ def shuffle_patches(images: Tensor, tall: int, wide: int, rng: torch.Generator) 
     return shuffled
 
 
-@torch.no_grad()
-def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
-    """The ``calibration`` extra [3, C]: each held class's mean cosine on the site's own images of it; its mean and
-    spread on scraps."""
+def picked_images(network: Network, site: Site, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """At most ``PER_CLASS`` of the site's own images of each class, and their labels, where the network is."""
     device = next(network.parameters()).device
-    rng = generator(seed, site.id, "calibration")
     labels = site.train.labels.cpu()
     held = [c for c, n in enumerate(site.counts) if n > 0]
     picked = torch.cat(
         [(rows := (labels == c).nonzero()[:, 0])[torch.randperm(len(rows), generator=rng)[:PER_CLASS]] for c in held]
     )
-    images, labels = site.train.images[picked.to(site.train.images.device)].to(device), labels[picked].to(device)
+    return site.train.images[picked.to(site.train.images.device)].to(device), labels[picked].to(device)
+
+
+@torch.no_grad()
+def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
+    """The ``calibration`` extra [3, C]: each held class's mean cosine on the site's own images of it; its mean and
+    spread on scraps."""
+    rng = generator(seed, site.id, "calibration")
+    images, labels = picked_images(network, site, rng)
     network.eval()
     real, unreal = cosines(network, images), cosines(network, scraps(images, rng))
     table = torch.zeros(3, len(site.class_names))
-    for c in held:
+    for c in sorted(set(labels.tolist())):
         table[OWN, c], table[SCRAP, c] = real[labels == c, c].mean(), unreal[:, c].mean()
         table[SPREAD, c] = unreal[:, c].std(correction=0)
     return {"calibration": table}
 
 
-def calibrated(cosine: Tensor, table: Tensor) -> Tensor:
+def calibrated(cosine: Tensor, table: Tensor, reliability: bool = True) -> Tensor:
     """r clip((cos - m-) / (m+ - m-), 0, 1.2) from ``table`` [K, 3, C] = (m+, m-, s-); 0 where own images do not score
-    above scraps."""
+    above scraps. Without ``reliability`` r is 1."""
     own, scrap, spread = table[:, None, OWN], table[:, None, SCRAP], table[:, None, SPREAD]
     gap = (own - scrap).clamp_min(LEAST_GAP)
     stands_out = gap / spread.clamp_min(LEAST_GAP)
-    said = (stands_out / (1 + stands_out)).sqrt() * ((cosine - scrap) / gap).clamp(0, 1.2)
+    said = ((cosine - scrap) / gap).clamp(0, 1.2)
+    said = (stands_out / (1 + stands_out)).sqrt() * said if reliability else said
     return torch.where(own - scrap < LEAST_GAP, 0.0, said)
 
 

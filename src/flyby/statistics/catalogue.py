@@ -25,24 +25,30 @@ from flyby.statistics.class_means import ClassMeans, class_means
 from flyby.statistics.decoder import Painter
 from flyby.statistics.extras import Extra, Sizes, examine, given
 from flyby.statistics.feature_sums import FeatureSums, feature_sums
+from flyby.statistics.foreign import Foreign, foreign
 from flyby.statistics.kfac import Kfac, kfac
 from flyby.statistics.masked_sums import MaskedSums
+from flyby.statistics.moments import Moments, moments
 from flyby.statistics.null_space import NullSpace, null_space
 
 Statistic = Callable[..., dict[str, Tensor]]
 
 STATISTICS: Registry[Statistic] = Registry(
     "statistic to send",
-    {"class-means": class_means, "feature-sums": feature_sums, "kfac": kfac, "null-space": null_space},
-)
-# All that may travel beside weights: what these statistics make, and what objectives add on their own.
-EXTRAS: Registry[Extra] = Registry(
-    "extra",
     {
-        kind.name: kind
-        for kind in (Calibration(), ClassMeans(), FeatureSums(), Kfac(), MaskedSums(), NullSpace(), Painter())
+        "class-means": class_means,
+        "feature-sums": feature_sums,
+        "foreign": foreign,
+        "kfac": kfac,
+        "moments": moments,
+        "null-space": null_space,
     },
 )
+# All that may travel beside weights: what these statistics make, and what objectives add on their own.
+KINDS = (
+    *(Calibration(), ClassMeans(), FeatureSums(), Foreign(), Kfac(), MaskedSums(), Moments(), NullSpace(), Painter()),
+)
+EXTRAS: Registry[Extra] = Registry("extra", {kind.name: kind for kind in KINDS})
 
 
 def named(text: str) -> tuple[str, dict[str, Any]]:

@@ -31,6 +31,9 @@ class Study(BaseModel):
     alphas: list[float] = [0.1]
     splits: list[str] = ["dirichlet"]
     seeds: list[int] = [0]
+    server_seeds: list[int] = Field(
+        default=[], description="further draws of rules that draw, on the same uploads; empty: each run's own seed"
+    )
     clients: list[int] = [5]
     attacks: list[str] = Field(default=[], description="kinds with settings, `random:share=0.4`; empty: nobody attacks")
     admissions: list[str] = Field(

@@ -22,7 +22,7 @@ from flyby.files import digest, write_text
 from flyby.fusion import FUSIONS
 from flyby.machine import hardware, pick_device, versions
 from flyby.objectives import OBJECTIVES
-from flyby.runs.config import RunConfig, make_config
+from flyby.runs.config import RunConfig, make_config, settings_of
 from flyby.runs.folder import Run
 from flyby.runs.methods import METHODS, check_pair
 from flyby.runs.pipeline import Options, run
@@ -46,10 +46,11 @@ class Cell:
     variant: str = ""
 
     def __str__(self) -> str:
+        drawn = "" if self.config.server_seed is None else f", server {self.config.server_seed}"
         threats = "".join(f" / {threat}" for threat in (self.attack, self.admission, self.variant) if threat)
         return (
             f"{self.config.method} / {self.rule} / {self.data} a={self.config.split.alpha:g} seed"
-            f" {self.config.seed}{threats}"
+            f" {self.config.seed}{drawn}{threats}"
         )
 
 
@@ -61,9 +62,11 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
     ):
         if alpha != study.alphas[0] and not SplitSettings(name=split).uses_alpha:
             continue  # it would be the same split again
-        for rule in study.fusions or [""]:
+        each = [(rule, drawn) for rule in study.fusions or [""] for drawn in server_draws(study, method, rule)]
+        for rule, drawn in each:
             name, _, settings = rule.partition(":")
             chosen = [
+                *drawn,
                 *study.settings,
                 *(v.strip() for v in variant.split(";") if v),
                 *(f"fusion.{s}" for s in settings.split(",") if s),
@@ -93,6 +96,13 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             )
 
 
+def server_draws(study: Study, method: str, rule: str) -> list[list[str]]:
+    """The assignments of a rule's server seeds: one cell for each where the rule draws, else one without any."""
+    used = FUSIONS.get(rule.partition(":")[0] or METHODS[method].fusion or "")
+    draws = used is not None and used.draws and study.server_seeds
+    return [[f"server_seed={seed}"] for seed in study.server_seeds] if draws else [[]]
+
+
 def threats(attack: str, admission: str) -> list[str]:
     """The assignments of a cell's attack and gate; none where nothing is to be asked for, so that such cells keep their
     keys."""
@@ -111,7 +121,7 @@ def check_cell(config: RunConfig) -> None:
     objective, rule = OBJECTIVES[method.objective], config.fusion_name or method.fusion
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
     if rule is not None:
-        check_pair(objective, FUSIONS[rule], settings)
+        check_pair(objective, FUSIONS[rule](settings_of(FUSIONS[rule], config, method)), settings)
 
 
 def key_of(config: RunConfig) -> str:
@@ -243,6 +253,7 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
     kept = (
         "accuracy",
         "accuracy_common",
+        "teacher_accuracy",
         "split_hash",
         "seconds",
         "timings",
@@ -259,12 +270,16 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "attack_success",
         "by_round",
     )
-    own = result.get("per_client")
+    own, alone = result.get("per_client"), result.get("local_accuracy")
     threat: dict[str, Any] = {
         name: value
         for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant))
         if value
     }
+    if cell.config.server_seed is not None:
+        threat["server_seed"] = cell.config.server_seed
+    if cell.config.judge != "test":
+        threat["judge"] = cell.config.judge
     if "malicious" in result:
         refused = [one["malicious"] for one in result.get("refused", ())]
         threat |= {
@@ -283,6 +298,7 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "seed": cell.config.seed,
         **{k: result[k] for k in kept if k in result},
         "own_accuracy": sum(own.values()) / len(own) if own else None,
+        **({"local_accuracy": sum(alone.values()) / len(alone)} if alone else {}),
         **threat,
         "date": time.strftime("%Y-%m-%d"),
     }

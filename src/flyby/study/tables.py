@@ -79,17 +79,19 @@ def _rule(cell: Cell) -> str:
 
 
 def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Row]) -> list[str]:
-    alphas = sorted({row["alpha"] for row in rows})
+    alphas, notes = sorted({row["alpha"] for row in rows}), list[str]()
     heads = [f"α = {a:g}" if SplitSettings(name=rows[0]["split"]).uses_alpha else "accuracy" for a in alphas]
     lines = [
         "| clients' method | server rule | " + " | ".join(heads) + " |",
         "|---|---|" + "---:|" * len(alphas),
     ]
     for line in dict.fromkeys(wanted.values()):  # as the study lists them, whatever the order of the rows
-        found = [[r["accuracy"] for r in rows if (wanted[r["key"]], r["alpha"]) == (line, a)] for a in alphas]
+        found = [[r for r in rows if (wanted[r["key"]], r["alpha"]) == (line, a)] for a in alphas]
         if any(found):
-            lines.append(f"| {line[0]} | {line[1]} | " + " | ".join(cell_text(v) if v else "" for v in found) + " |")
-    notes: list[str] = []
+            lines.append(
+                f"| {line[0]} | {line[1]} | " + " | ".join(_shown(v, notes) if v else "" for v in found) + " |"
+            )
+    lines += _alone(rows, wanted, alphas)
     printed = [f for f in figures if f["alpha"] in alphas]
     for label in dict.fromkeys((f["method"], f["source"], f.get("caveat", "")) for f in printed):
         method, source, caveat = label
@@ -100,15 +102,43 @@ def _table(rows: list[Row], wanted: dict[str, tuple[str, str]], figures: list[Ro
         shown = [f"*{values[a]:.2f}*" if a in values else "" for a in alphas]
         lines.append(f"| *{method}* | *published: {source}{mark}* | " + " | ".join(shown) + " |")
     seeds = sorted({row["seed"] for row in rows})
+    drawn = sorted({row["server_seed"] for row in rows if "server_seed" in row})
+    again = f" Rules that draw were run with the server seeds {', '.join(map(str, drawn))} on each." if drawn else ""
     lines += [
         "",
-        f"Test accuracy in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same uploads.",
+        f"{judged(rows)} in %, seeds {', '.join(map(str, seeds))}; one split a seed, all rules on the same"
+        f" uploads.{again}",
     ]
     whole = [row for row in rows if row.get("trained") == row["clients"]]  # of a resumed one a part was timed
     if spent := [row["timings"]["train"] for row in whole]:
         hardware = ", ".join(sorted({row["hardware"] for row in whole}))
         lines.append(f"Training one set of uploads took {min(spent):.0f} to {max(spent):.0f} s ({hardware}).")
     return lines + ([""] if notes else []) + [f"- [{i}] {note}" for i, note in enumerate(notes, 1)]
+
+
+def _alone(rows: list[Row], wanted: dict[str, tuple[str, str]], alphas: list[float]) -> list[str]:
+    """What the sites' own models reach on the common test images, once for each set of uploads."""
+    lines = []
+    for method in dict.fromkeys(name for name, _ in wanted.values()):
+        mine = [row for row in rows if wanted[row["key"]][0] == method and "local_accuracy" in row]
+        by_alpha = [{r["split_hash"]: r["local_accuracy"] for r in mine if r["alpha"] == a} for a in alphas]
+        if any(by_alpha):
+            cells = " | ".join(cell_text(list(found.values())) if found else "" for found in by_alpha)
+            lines.append(f"| {method} | none: the sites' own models, mean | {cells} |")
+    return lines
+
+
+def _shown(rows: list[Row], notes: list[str]) -> str:
+    """A cell: the runs' mean, their teachers' mean beside it where they had one, and a mark for a row that says how it
+    came to be there otherwise than by a run."""
+    text = cell_text([row["accuracy"] for row in rows])
+    if taught := [100 * row["teacher_accuracy"] for row in rows if row.get("teacher_accuracy") is not None]:
+        text += f"; teacher {statistics.fmean(taught):.2f}"
+    for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
+        if note not in notes:
+            notes.append(note)
+        text += f" [{notes.index(note) + 1}]"
+    return text
 
 
 def under_attack(rows: list[Row], wanted: dict[str, tuple[str, str]], threats: dict[str, tuple[str, str]]) -> list[str]:
@@ -166,6 +196,11 @@ def under_attack(rows: list[Row], wanted: dict[str, tuple[str, str]], threats: d
             judged,
         )
     return lines[:-1]
+
+
+def judged(rows: list[dict[str, Any]]) -> str:
+    """What the accuracies of these rows are of."""
+    return "Accuracy on held-out training images" if any(row.get("judge") for row in rows) else "Test accuracy"
 
 
 def _mean_of(name: str) -> Callable[[list[Row]], str]:

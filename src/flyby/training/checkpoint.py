@@ -82,15 +82,16 @@ class TrainingState:
     """
 
     def __init__(
-        self, path: Path | None, identity: str, model: nn.Module, optimizer: torch.optim.Optimizer, objective: nn.Module
+        self,
+        path: Path | None,
+        identity: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: nn.Module,
+        average: nn.Module | None = None,
     ) -> None:
-        self.path, self.identity, self.model, self.optimizer, self.objective = (
-            path,
-            identity,
-            model,
-            optimizer,
-            objective,
-        )
+        self.path, self.identity, self.optimizer = path, identity, optimizer
+        self.model, self.objective, self.average = model, objective, average
         self.epoch, self.stopped, self.best_epoch, self.best_loss = 0, False, 0, math.inf
         self.rows: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] = {}
@@ -123,6 +124,7 @@ class TrainingState:
             "model": self.model.state_dict(),
             "objective": self.objective.state_dict(),
             "optimizer": optimizer_tensors(self.optimizer),
+            "average": self.average.state_dict() if self.average is not None else {},
         }
         return {f"{group}/{name}": t.detach() for group, entries in groups.items() for name, t in entries.items()}
 
@@ -158,12 +160,16 @@ class TrainingState:
                 f"{self.path} is the checkpoint of a training with other settings; delete it, or use another folder"
             )
         device = next(self.model.parameters()).device
-        groups: dict[str, dict[str, Tensor]] = {"model": {}, "objective": {}, "optimizer": {}, "best": {}}
+        groups: dict[str, dict[str, Tensor]] = {
+            name: {} for name in ("model", "objective", "optimizer", "average", "best")
+        }
         for name, t in tensors.items():
             group, _, rest = name.partition("/")
             groups[group][rest] = t.to(device)
         self.model.load_state_dict(groups["model"])
         self.objective.load_state_dict(groups["objective"])
+        if self.average is not None:
+            self.average.load_state_dict(groups["average"])
         restore_optimizer(self.optimizer, groups["optimizer"])
         self.best, self.good = groups["best"], self._copied()
         self.epoch, self.rows, self.stopped, self.best_epoch = (

@@ -13,6 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -24,14 +25,16 @@ from flyby.data.site import Site
 from flyby.data.views import augment
 from flyby.errors import BadInput, Diverged
 from flyby.files import digest
+from flyby.models import ModelSpec
 from flyby.models.features import looked_at
 from flyby.parcels import parcel
 from flyby.rng import generator, legacy_numpy, seed_of
+from flyby.training.average import Average
 from flyby.training.checkpoint import Cadence, TrainingState
 from flyby.training.optim import make_optimizer, set_learning_rate
 from flyby.training.privacy import PrivateSums, PrivateTraining
 from flyby.training.recipe import Recipe
-from flyby.training.settings import Counts, batch_size
+from flyby.training.settings import Counts, Phase, TrainSettings, batch_size, phase_of
 from flyby.training.steps import Step, batches, evaluate_part, finite, fully_compiled, one_epoch
 
 P = ParamSpec("P")
@@ -104,7 +107,10 @@ class Session:
 
     def __init__(self, site: Site, recipe: Recipe, device: torch.device, folder: Path | None, method: str) -> None:
         check_fit(site, recipe)
-        spec, settings, views, seed = recipe.spec, recipe.train, recipe.views, recipe.seed
+        settings, views, seed = recipe.train, recipe.views, recipe.seed
+        self.objective = recipe.make_objective()
+        self.spec = spec = self.objective.fitted(recipe.spec, site, seed)
+        check_phases(spec, settings)
         self.site, self.recipe, self.device, self.folder = site, recipe, device, folder
         self.method = method or recipe.objective
         start = ("own", site.id) if settings.init == "own" else ("shared",)
@@ -112,7 +118,7 @@ class Session:
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if fully_compiled(settings, spec, device, len(site.train) * views.views * settings.epochs):
             self.model.backbone.compile(dynamic=False)
-        self.objective = recipe.make_objective().to(device)
+        self.objective.to(device)
         self.objective.prepare(self.model, site, seed)
         self.train, self.val, self.learner = site.train, site.val, self.model
         if views.still and settings.epochs:
@@ -125,7 +131,8 @@ class Session:
             [spec.model_dump(mode="json"), recipe.objective, chosen, settings.model_dump(mode="json"), seed]
         )
         path = folder / f"{site.id}.ckpt" if folder else None
-        self.state = TrainingState(path, identity, self.model, self.optimizer, self.objective)
+        self.average = Average(self.model, settings.ema) if settings.ema else None
+        self.state = TrainingState(path, identity, self.model, self.optimizer, self.objective, self.average)
         self.state.restore()
         self.private, self.private_sums = None, None
         secret = None if site.real else seed  # whoever knows the seed can take the noise off again
@@ -137,16 +144,29 @@ class Session:
             )
         mean, std = self.learner.statistics(device)
         self.rng = torch.Generator(device=device)
-        view = functools.partial(augment, settings=views, mean=mean, std=std, rng=self.rng)
+        self.view = functools.partial(augment, settings=views, mean=mean, std=std, rng=self.rng)
         self.step = Step(
-            self.learner, self.objective, self.optimizer, self.train, view, settings, views.views, self.rng
+            self.learner, self.objective, self.optimizer, self.train, self.view, settings, views.views, self.rng
         )
+        self.step.average, self.phase = self.average, Phase(spec.size, views.views)
+
+    def _enter(self, phase: Phase) -> None:
+        """Go on with images of another size, or with other views of them."""
+        if phase != self.phase:
+            self.phase = phase
+            view = functools.partial(self.view, settings=self.recipe.views.model_copy(update={"views": phase.views}))
+            self.step.enter(view, phase.views, phase.size if phase.size != self.spec.size else None)
+
+    def sent(self) -> AbstractContextManager[None]:
+        """Within the block the network is as the site would send it: the mean of its weights, where one is kept."""
+        return self.average.in_place() if self.average is not None else nullcontext()
 
     def epoch(self) -> Pausing[Row]:
         """One epoch, and its row of the history; raises :class:`Diverged` where a number left the finite ones."""
         settings, seed, epoch = self.recipe.train, self.recipe.seed, self.state.epoch + 1
         tick, progress = time.perf_counter(), epoch / settings.epochs
-        lr = set_learning_rate(self.optimizer, settings, self.state.epoch)
+        lr = set_learning_rate(self.optimizer, settings, self.state.epoch, self.batch)
+        self._enter(phase_of(settings, self.spec.size, self.recipe.views.views, self.state.epoch))
         self.rng.manual_seed(seed_of(seed, self.site.id, "views", epoch))
         self.learner.train()
         if self.private:
@@ -161,7 +181,7 @@ class Session:
         row: Row = {"site": self.site.id, "epoch": epoch, **means, "lr": lr}
         row |= {name: value.tolist() for name, value in self.objective.epoch_state(self.model).items()}
         if len(self.val):
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), self.sent():
                 row |= evaluate_part(self.learner, self.val, settings.precision, self.device)
         self._check(row)
         return row | {"samples_per_second": round(len(self.train) / (time.perf_counter() - tick), 1)}
@@ -188,6 +208,10 @@ class Session:
 
     def pack(self, epoch: int) -> parcel.Parcel:
         """The network as it stands, as this site would send it."""
+        with self.sent():
+            return self._packed(epoch)
+
+    def _packed(self, epoch: int) -> parcel.Parcel:
         site, recipe, settings = self.site, self.recipe, self.objective.settings.model_dump(mode="json")
         # A compiled backbone serves training; other batch shapes are not worth a compilation.
         with torch.compiler.set_stance("force_eager"):
@@ -212,7 +236,7 @@ class Session:
         return parcel.make(
             sender=site.id,
             method=self.method,
-            spec=recipe.spec,
+            spec=self.spec,
             class_names=site.class_names,
             samples=len(site.train),
             codec=recipe.codec,
@@ -223,6 +247,20 @@ class Session:
             meta={"epochs": self.state.epoch, "best_epoch": epoch, **meta},
             provenance=provenance,
         )
+
+
+def check_phases(spec: ModelSpec, settings: TrainSettings) -> None:
+    """Refuse small images for a network that takes one size only."""
+    for size in {phase_of(settings, spec.size, 1, epoch).size for epoch in range(settings.epochs)} - {spec.size}:
+        try:
+            if spec.backbone is not None:
+                raise ValueError("it is frozen")
+            spec.skeleton().eval()(torch.empty(1, spec.channels, *size, device="meta"))
+        except (RuntimeError, ValueError):
+            raise BadInput(
+                f"{spec.name} takes images of one size, and train.resolution asks for {size[0]}x{size[1]} in between;"
+                " leave it out, or choose a network with a pool at its end such as resnet18"
+            ) from None
 
 
 def shared_counts(site: Site, kind: Counts, epsilon: float, seed: int | None) -> list[int]:

@@ -123,6 +123,12 @@ def check_privacy(
     ):
         if getattr(train, name) is not None:
             cures.append(f"train.{name} left out ({why})")
+    usual = type(train).model_fields
+    for name in ("ema", "resolution", "one_view"):
+        if getattr(train, name) != usual[name].default:
+            cures.append(f"train.{name} left out (its steps are not those that are accounted for)")
+    if getattr(train, "optimizer") == "muon":  # noqa: B009
+        cures.append("train.optimizer=sgd")
     if getattr(train, "compile") == "full":  # noqa: B009
         cures.append("train.compile left out (per-sample gradients need the layers one by one)")
     if cures:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from flyby.training.privacy import PrivacySettings
 
 Counts = Literal["exact", "noisy", "binary"]
+
+
+Portion = Annotated[float, Field(gt=0, le=1)]
 
 
 class TrainSettings(PrivacySettings):
@@ -16,12 +19,28 @@ class TrainSettings(PrivacySettings):
     steps an epoch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    later = frozenset({"init"})
+    later = frozenset({"init", "ema", "muon_lr", "lr_batch", "warmup", "resolution", "one_view"})
 
     epochs: int = Field(20, ge=0, le=100_000, description="0 only for objectives that train nothing")
     batch: int | None = Field(None, ge=1)
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
+        "sgd", description="muon: for matrices and filters, at muon_lr; sgd at lr for the rest"
+    )
     lr: float = Field(0.05, gt=0)
+    muon_lr: float = Field(0.02, gt=0, description="learning rate of muon's matrices and filters")
+    lr_batch: int | None = Field(
+        None, ge=1, description="the batch that lr is meant for: others scale it in proportion"
+    )
+    warmup: float = Field(
+        0.0, ge=0, lt=1, description="share of the epochs in which the learning rate rises to its full"
+    )
+    ema: float = Field(
+        0.0, ge=0, lt=1, description="decay of a moving mean of the weights, which is what is sent; 0: off"
+    )
+    resolution: tuple[Portion, ...] = Field(
+        (), description="shares of the images' side in equal phases of the epochs, such as [0.5, 0.75, 1]; empty: whole"
+    )
+    one_view: float = Field(1.0, gt=0, le=1, description="share of the epochs after which images get one view only")
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(5e-4, ge=0)
     schedule: Literal["constant", "cosine", "step"] = "cosine"
@@ -41,6 +60,28 @@ class TrainSettings(PrivacySettings):
         description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or none (off)",
     )
     snapshots: int = Field(0, ge=0, description="keep the weights of every n-th epoch for offline study; never sent")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.ema and self.patience is not None:
+            raise ValueError("a mean of weights (ema) has no best epoch (patience); leave one of them out")
+        return self
+
+
+class Phase(NamedTuple):
+    """What stays alike over some epochs, so that a recorded step serves them all: the side of the images, and how many
+    views of each."""
+
+    size: tuple[int, int]
+    views: int
+
+
+def phase_of(settings: TrainSettings, size: tuple[int, int], views: int, epoch: int) -> Phase:
+    """The phase of the epoch that follows ``epoch`` finished ones, for images of this size."""
+    done, shares = epoch / settings.epochs, settings.resolution or (1.0,)
+    share = shares[min(int(done * len(shares) + 1e-9), len(shares) - 1)]
+    sides = tuple(side if share == 1 else min(side, max(4, round(side * share / 4) * 4)) for side in size)
+    return Phase((sides[0], sides[1]), views if done < settings.one_view else 1)
 
 
 def batch_size(settings: TrainSettings, preferred: int, samples: int) -> int:

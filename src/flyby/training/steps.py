@@ -15,6 +15,7 @@ from flyby.data.site import Part
 from flyby.models import ModelSpec, Network
 from flyby.models.networks import ARCHITECTURES
 from flyby.objectives.base import Batch, Objective
+from flyby.training.average import Average
 from flyby.training.graphs import Captured, one_shape
 from flyby.training.settings import TrainSettings
 
@@ -23,7 +24,8 @@ WORTH_COMPILING = 4_000_000  # views of 32x32 pixels
 
 class Step:
     """What is done with a batch: views, loss, gradient, update, and the sums of the loss's terms. On a GPU it is
-    replayed as one graph. ``view`` turns images into ``views`` augmented copies of each, drawn from ``rng``."""
+    replayed as one graph. ``view`` turns images into ``views`` augmented copies of each, drawn from ``rng``;
+    ``average`` follows the weights, where there is one."""
 
     def __init__(
         self,
@@ -38,14 +40,24 @@ class Step:
     ) -> None:
         self.model, self.objective, self.optimizer, self.train, self.view = model, objective, optimizer, train, view
         self.settings, self.views = settings, views
+        self.average: Average | None = None
+        self.size: tuple[int, int] | None = None  # None: that of the images
         self.device = train.images.device
         self.progress = torch.zeros((), device=self.device)
         self.names: list[str] = []
         self.steps = 0
         self.totals = torch.zeros(0, device=self.device)
-        recorded = self.device.type == "cuda" and settings.compile != "off"
-        self.captured = Captured(() if rng is None else (rng,)) if recorded else None
+        self.rngs = () if rng is None else (rng,)
+        self.captured = self._recorder()
         self.trainable = [[p for p in module.parameters() if p.requires_grad] for module in (model, objective)]
+
+    def _recorder(self) -> Captured | None:
+        recorded = self.device.type == "cuda" and self.settings.compile != "off"
+        return Captured(self.rngs) if recorded else None
+
+    def enter(self, view: Callable[[Tensor], Tensor], views: int, size: tuple[int, int] | None) -> None:
+        """Another phase: other views, or images of another size. What was recorded before does not serve it."""
+        self.view, self.views, self.size, self.captured = view, views, size, self._recorder()
 
     def __call__(self, rows: Tensor) -> None:
         self.steps += 1
@@ -55,7 +67,11 @@ class Step:
             self.captured(self.take, rows)
 
     def take(self, rows: Tensor) -> None:
-        batch = Batch(self.view(self.train.images[rows]), self.train.labels[rows].repeat(self.views), self.views)
+        plain = self.train.images[rows]
+        images = self.view(plain)
+        if self.size is not None:
+            images = F.adaptive_avg_pool2d(images, self.size)
+        batch = Batch(images, self.train.labels[rows].repeat(self.views), self.views, plain)
         with autocast(self.settings.precision, self.device):
             terms = self.objective.loss(self.model, batch, self.progress)
         self.optimizer.zero_grad(set_to_none=True)
@@ -65,6 +81,8 @@ class Step:
                 nn.utils.clip_grad_norm_(parameters, self.settings.clip)
         self.optimizer.step()
         self.objective.after_step(self.model, terms, self.progress)
+        if self.average is not None:
+            self.average.update()
         values = torch.stack([terms.total.detach().float(), *(p.detach().float() for p in terms.parts.values())])
         if not self.names:
             self.names, self.totals = ["loss", *terms.parts], torch.zeros_like(values)

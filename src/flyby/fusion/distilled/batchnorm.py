@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 # (mean, variance, running mean, running variance), each [C] -> how far one layer is off
 Apart = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Say = Callable[[Any, Tensor], Tensor]  # (network, prepared images) -> what it says of them
 
 
 def norms(network: nn.Module) -> list[_BatchNorm]:
@@ -65,9 +66,11 @@ def relative(mean: Tensor, var: Tensor, running_mean: Tensor, running_var: Tenso
     ).mean()
 
 
-def with_distance(network: nn.Module, x: Tensor, apart: Apart = distance) -> tuple[Tensor, Tensor]:
-    """The network's output, and how far what its BatchNorm layers saw is from their running statistics: ``distance``
-    summed over the layers, or ``relative``, its mean over them."""
+def with_distance(
+    network: nn.Module, x: Tensor, apart: Apart = distance, say: Say | None = None
+) -> tuple[Tensor, Tensor]:
+    """The network's output (or what it is asked to ``say``), and how far what its BatchNorm layers saw is from their
+    running statistics: ``distance`` summed over the layers, or ``relative``, its mean over them."""
     terms: list[Tensor] = []
 
     def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -79,7 +82,7 @@ def with_distance(network: nn.Module, x: Tensor, apart: Apart = distance) -> tup
 
     hooks = [module.register_forward_pre_hook(see) for module in norms(network)]
     try:
-        out = network(x).float()
+        out = network(x).float() if say is None else say(network, x)
     finally:
         for hook in hooks:
             hook.remove()
@@ -88,6 +91,8 @@ def with_distance(network: nn.Module, x: Tensor, apart: Apart = distance) -> tup
     return out, torch.stack(terms).mean() if apart is relative else torch.stack(terms).sum()
 
 
-def without_distance(network: nn.Module, x: Tensor, apart: Apart = distance) -> tuple[Tensor, Tensor]:
-    out = network(x).float()
+def without_distance(
+    network: nn.Module, x: Tensor, apart: Apart = distance, say: Say | None = None
+) -> tuple[Tensor, Tensor]:
+    out = network(x).float() if say is None else say(network, x)
     return out, out.new_zeros(())

@@ -1,9 +1,10 @@
 """Co-Boosting [Dai et al., ICLR 2024]: DENSE whose images and whose ensemble make each other better.
 
 Differences to DENSE: images the ensemble is unsure of weigh more, mean[(1 - p_y)^g CE(t, y)]; the adversarial term is
--mean KL at T = 3 without a mask; after each synthesis the ensemble's weights take one signed step over the whole pool,
-w <- clip01(w - .01 * .99^epoch sign(dCE/dw)); and the student learns on inputs moved by (8/255) sign(grad_x <u,
-softmax(t/4)>).
+-T^2 mean KL at T = 3 without a mask; there is no L_BN; from the second epoch on the ensemble's weights take one signed
+step for each minibatch of the pool, w <- clip01(w - .01 * .99^epoch sign(dCE/dw)), and are divided by their sum; and
+the student learns on inputs moved by (8/255) sign(grad_x <u, softmax(t/4)>) in units of the normalised image. Two
+hundred epochs of 128 images in batches of 128 are the published 20,100 steps on 25,600 images.
 """
 
 from __future__ import annotations
@@ -18,24 +19,34 @@ from torch import Tensor
 from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.dense import Dense, DenseSettings
 from flyby.fusion.distilled.distill import push
-from flyby.fusion.distilled.synthesis import Pool, Teachers, as_unit, mix
+from flyby.fusion.distilled.synthesis import Pool, as_unit
+from flyby.fusion.distilled.teachers import Teachers
 from flyby.objectives.kd import softened_kl
+from flyby.rng import generator
+from flyby.training.steps import batches
 
 
-class PushSettings(FusionSettings):
-    push: float = Field(8 / 255, ge=0, description="how far distillation inputs move, in 0..1 units; 0 leaves them")
+class PushSettings(DenseSettings):
+    push: float = Field(
+        8 / 255, ge=0, description="how far distillation inputs move, in units of the normalised image; 0 leaves them"
+    )
     push_temperature: float = Field(4.0, gt=0)
 
 
-class CoBoostingSettings(DenseSettings, PushSettings):
+class CoBoostingSettings(PushSettings):
+    images: int = Field(128, ge=2, description="images made in each server epoch")
+    batch: int = Field(128, ge=1)
+    bn: float = Field(0.0, ge=0, description="weight of L_BN, which the release runs without")
     lr: float = Field(0.01, gt=0)
     weight_decay: float = Field(1e-4, ge=0)
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Literal["constant", "cosine", "one-cycle"] = "cosine"
     clip: float | None = Field(10.0, gt=0)
     temperature: float = Field(4.0, gt=0)
     adv_temperature: float = Field(3.0, gt=0)
     hardness: float = Field(1.0, ge=0, description="g in (1 - p_y)^g")
-    weight_step: float = Field(0.01, ge=0, description="size of the ensemble weights' first step; 0 keeps 1/K")
+    weight_step: float = Field(
+        0.01, ge=0, description="size of the ensemble weights' steps at first; 0 keeps 1/K, as does a rule that teaches"
+    )
     weight_decline: float = Field(0.99, gt=0, le=1)
 
 
@@ -52,15 +63,20 @@ class CoBoosting(Dense):
         return hard_cross_entropy(teacher, labels, self.settings.hardness)
 
     def adversarial(self, student: Tensor, teacher: Tensor) -> Tensor:
-        return -softened_kl(student, teacher, self.settings.adv_temperature).mean()
+        temperature = self.settings.adv_temperature
+        return -(temperature**2) * softened_kl(student, teacher, temperature).mean()
 
-    def reweigh(self, pool: Pool, epoch: int) -> None:
+    def reweigh(self, pool: Pool, teachers: Teachers, seed: int, epoch: int) -> None:
+        if epoch == 0 or not teachers.teaching.weighted:
+            return
         step = self.settings.weight_step * self.settings.weight_decline**epoch
-        new = signed_step(pool.weights, pool.logits.transpose(0, 1), pool.labels, step)
-        pool.weights.copy_(new)  # in place: a recorded step reads them where they are
+        order = generator(seed, "server", "weights", epoch)
+        for rows in batches(len(pool), self.settings.batch, order, teachers.device, least=1):
+            new = signed_step(teachers, pool.weights, pool.said[rows].transpose(0, 1), pool.labels[rows], step)
+            pool.weights.copy_(new)  # in place: a recorded step reads them where they are
 
     def inputs(
-        self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
+        self, images: Tensor, said: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         return pushed(images, weights, teachers, rng, self.settings)
 
@@ -68,10 +84,11 @@ class CoBoosting(Dense):
 def pushed(
     images: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator, settings: PushSettings
 ) -> tuple[Tensor, Tensor]:
-    """Images moved along the gradient of a random mixture of the ensemble's answers, and the clients' logits there."""
-    u = torch.rand((len(images), teachers.specs[0].classes), generator=rng, device=images.device) * 2 - 1
-    x = push(teachers, as_unit(images), weights, u, settings.push, settings.push_temperature)
-    return x, teachers.logits(x)
+    """Images moved along the gradient of a random mixture of the teacher's answers, and what clients say there."""
+    x = teachers.view(as_unit(images), rng) if settings.augment else as_unit(images)
+    u = torch.rand((len(images), teachers.classes), generator=rng, device=images.device) * 2 - 1
+    x = push(teachers, x, weights, u, settings.push, settings.push_temperature)
+    return x, teachers.say(x)
 
 
 def hard_cross_entropy(teacher: Tensor, labels: Tensor, hardness: float) -> Tensor:
@@ -80,8 +97,11 @@ def hard_cross_entropy(teacher: Tensor, labels: Tensor, hardness: float) -> Tens
     return ((1 - (-each.detach()).exp()) ** hardness * each).mean()
 
 
-def signed_step(weights: Tensor, logits: Tensor, labels: Tensor, step: float) -> Tensor:
-    """clip01(w - step sign(dCE(sum_k w_k f_k, y)/dw)) for clients' logits [K, N, C]."""
+def signed_step(teachers: Teachers, weights: Tensor, said: Tensor, labels: Tensor, step: float) -> Tensor:
+    """clip01(w - step sign(dCE(t, y)/dw)) divided by its sum, for what clients said [K, N, C]; 1/K where nothing is
+    left."""
     weights = weights.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(F.cross_entropy(mix(weights, logits), labels), weights)
-    return (weights.detach() - step * gradient.sign()).clamp(0, 1)
+    (gradient,) = torch.autograd.grad(F.cross_entropy(teachers.answer(weights, said), labels), weights)
+    moved = (weights.detach() - step * gradient.sign()).clamp(0, 1)
+    total = moved.sum()
+    return torch.where(total > 0, moved / total, 1 / len(moved))

@@ -4,7 +4,8 @@ alone.
 Each server epoch a fresh generator is trained on L = CE(t, y) + L_BN + L_adv, with t = mean_k f_k(x) and L_adv =
 -mean[1(argmax s != argmax t) KL(p_t || p_s)]: images that the ensemble is sure of, that look like the clients' data to
 their BatchNorm layers, and that the student still gets wrong. They join a growing pool; the student then takes one pass
-over it.
+over it. Images are shifted and mirrored before teacher and student, in synthesis and in every pass, as far as the sites
+did so with theirs. Two hundred epochs of 256 images in batches of 256 are the published 20,100 steps on 51,200 images.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from flyby.fusion.base import FusionSettings, Server
 from flyby.fusion.distilled.distill import Distillation, DistillSettings, Learner
-from flyby.fusion.distilled.synthesis import Pool, Synthesis, SynthesisSettings, Teachers, as_unit, mix
+from flyby.fusion.distilled.synthesis import Pool, Synthesis, SynthesisSettings, as_unit
+from flyby.fusion.distilled.teachers import Teachers
 from flyby.fusion.predictor import Predictor
 from flyby.objectives.kd import softened_kl
 from flyby.parcels.inbox import Inbox
 
 
 class DenseSettings(DistillSettings, SynthesisSettings):
-    pass
+    augment: bool = Field(
+        True,
+        description=(
+            "shift and mirror images as the sites did theirs, in synthesis and in every pass, with the teacher asked"
+            " again"
+        ),
+    )
 
 
 class Dense(Distillation):
@@ -48,20 +57,26 @@ class Dense(Distillation):
     def grow(self, pool: Pool, teachers: Teachers, learner: Learner, seed: int, epoch: int) -> dict[str, float]:
         if self.workshop is None or self.workshop.teachers is not teachers:
             self.workshop = Synthesis(
-                teachers, teachers.specs[0].classes, self._objective(pool, learner), self.settings
+                teachers,
+                teachers.classes,
+                self._objective(pool, teachers, learner),
+                self.settings,
+                self.settings.augment,
             )
         images, labels, noted = self.workshop.make(seed, "server", epoch)
-        logits = teachers.logits(as_unit(images))
-        pool.add(images, labels, logits)
-        return noted | {"recognised": float((mix(pool.weights, logits).argmax(1) == labels).float().mean())}
+        said = teachers.say(as_unit(images))
+        pool.add(images, labels, said)
+        return noted | {"recognised": float((teachers.answer(pool.weights, said).argmax(1) == labels).float().mean())}
 
-    def _objective(self, pool: Pool, learner: Learner) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _objective(
+        self, pool: Pool, teachers: Teachers, learner: Learner
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         s = self.settings
 
-        def objective(x: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-            teacher = mix(pool.weights, logits)
+        def objective(x: Tensor, said: Tensor, labels: Tensor) -> Tensor:
+            teacher = teachers.answer(pool.weights, said)
             loss = s.ce * self.class_term(teacher, labels)
-            return loss + s.adv * self.adversarial(learner.scores(x, logits), teacher) if s.adv else loss
+            return loss + s.adv * self.adversarial(learner.scores(x, said), teacher) if s.adv else loss
 
         return objective
 

@@ -1,8 +1,10 @@
-"""The distillation loop that DENSE, Co-Boosting, FedDF and IntactOFL share: many teachers in, one learner out.
+"""The distillation loop that DENSE, Co-Boosting, FedDF, IntactOFL and ``compact`` share: many teachers in, one learner
+out.
 
 Each server epoch: the pool grows (or is a proxy set that stays), the ensemble's weights may move, and the learner takes
-one pass over the pool towards the ensemble's softened answers, T^2 KL(softmax(t/T) || softmax(s/T)). A method overrides
-the step that is its own. Everything random asks for its generator by (seed, stage, epoch), so a checkpoint in ``work``
+one pass over the pool towards the teacher's softened answers, T^2 KL(softmax(t/T) || softmax(s/T)). With ``augment``
+every pass shows shifted and mirrored images, about which the teacher is asked again. A method overrides the step that
+is its own. Everything random asks for its generator by (seed, stage, epoch), so a checkpoint in ``work``
 gives the bytes of an undisturbed run. The learner of the last epoch is the answer: there is no test data here to choose
 another one by.
 """
@@ -23,15 +25,17 @@ from flyby.data.dataset import Dataset
 from flyby.errors import Diverged, unknown
 from flyby.files import digest
 from flyby.fusion.base import Fusion, FusionSettings, Server
-from flyby.fusion.distilled.synthesis import (
-    Pool,
+from flyby.fusion.distilled.synthesis import Pool, as_pictures, as_unit
+from flyby.fusion.distilled.teachers import (
+    MEANS,
     Precision,
     Resident,
+    TeacherName,
     Teachers,
-    as_pictures,
-    as_unit,
-    mix,
     normalise,
+    rule_of,
+    teacher_of,
+    teaching_of,
 )
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models import ARCHITECTURES, ModelSpec, Network
@@ -66,6 +70,17 @@ class DistillSettings(FusionSettings):
     student: StudentName = Field(
         None, description="architecture of the answer; the clients' own (the first one's) where not named"
     )
+    teacher: TeacherName = Field(
+        "logits",
+        description=(
+            "who teaches: logits (as published), probabilities, or a rule that keeps all networks, such as"
+            " experts-calibrated"
+        ),
+    )
+    augment: bool = Field(
+        False,
+        description="shift and mirror images as the sites did theirs, in every pass, with the teacher asked again",
+    )
     epochs: int = Field(200, ge=1, le=100_000)
     passes: int = Field(1, ge=1, description="passes over the pool in each server epoch")
     batch: int = Field(256, ge=1)
@@ -73,7 +88,9 @@ class DistillSettings(FusionSettings):
     lr: float = Field(0.005, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "one-cycle"] = Field(
+        "constant", description="one-cycle rises for a tenth of the epochs, then falls as cosine"
+    )
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
     temperature: float = Field(20.0, gt=0)
     resident: Resident = Field(
@@ -83,17 +100,19 @@ class DistillSettings(FusionSettings):
 
 
 def push(teachers: Teachers, x: Tensor, weights: Tensor, u: Tensor, size: float, temperature: float) -> Tensor:
-    """x + size sign(grad_x <u, softmax(t/T)>): the images moved to where the ensemble answers otherwise, along a random
-    direction u [N, C]."""
-    _, _, gradient = teachers.pull(x, lambda _, logits: (u * (mix(weights, logits) / temperature).softmax(1)).sum())
-    return x + size * gradient.sign()
+    """x + size sign(grad_x <u, softmax(t/T)>): the images moved to where the teacher answers otherwise, along a random
+    direction u [N, C]. ``size`` is in units of the normalised image, so in those of x it is size * std."""
+    _, _, gradient = teachers.pull(
+        x, lambda _, said: (u * (teachers.answer(weights, said) / temperature).softmax(1)).sum()
+    )
+    return x + size * teachers.specs[0].statistics(x.device)[1].view(1, -1, 1, 1) * gradient.sign()
 
 
 class Learner(nn.Module):
-    """What is trained: ``scores(x, logits)`` for images in 0..1, and the clients' logits on them for those who build on
-    them."""
+    """What is trained: ``scores(x, said)`` for images in 0..1, and what clients say of them [K, N, D], their logits
+    first, for those who build on them."""
 
-    def scores(self, x: Tensor, logits: Tensor) -> Tensor:
+    def scores(self, x: Tensor, said: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -105,7 +124,7 @@ class Student(Learner):
         self.network = network
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def scores(self, x: Tensor, logits: Tensor) -> Tensor:
+    def scores(self, x: Tensor, said: Tensor) -> Tensor:
         out: Tensor = self.network(normalise(x, self.network.spec))
         return out.float()
 
@@ -131,6 +150,16 @@ class Distillation(Fusion):
     settings: DistillSettings
     lesson: Lesson | None = None
 
+    def __init__(self, settings: FusionSettings | None = None) -> None:
+        super().__init__(settings)
+        word = self.settings.teacher
+        self.needs = frozenset({"weights"}) | (rule_of(word).needs if word not in MEANS else frozenset())
+
+    def teacher(self, parcels: Inbox, server: Server) -> Predictor:
+        """With the weights it ended with, which the report of its work holds."""
+        weights = next((section["weights"] for section in server.report if "weights" in section), None)
+        return teacher_of(self.settings.teacher, parcels, server, weights)
+
     def learner(self, parcels: Inbox, seed: int) -> Learner:
         return Student(student_spec(parcels, self.settings.student).build(generator(seed, "server", "student")))
 
@@ -145,23 +174,29 @@ class Distillation(Fusion):
         """More images for the pool, before the epoch that follows ``epoch`` finished ones; what to note about them."""
         return {}
 
-    def reweigh(self, pool: Pool, epoch: int) -> None:
+    def reweigh(self, pool: Pool, teachers: Teachers, seed: int, epoch: int) -> None:
         """Move the ensemble's weights."""
 
     def inputs(
-        self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
+        self, images: Tensor, said: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """What the learner sees of some images of the pool, and the clients' logits [K, n, C] on it; ``logits`` are
-        those on the images."""
-        return as_unit(images), logits
+        """What the learner sees of some images of the pool, and what clients say of it [K, n, D]; ``said`` is what they
+        said of the images themselves."""
+        x = as_unit(images)
+        if teachers.still or not self.settings.augment:
+            return x, said
+        x = teachers.view(x, rng)
+        return x, teachers.say(x)
 
-    def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, learner: Learner, x: Tensor, said: Tensor, told: Tensor, labels: Tensor) -> Tensor:
+        """``told`` [n, C] are the teacher's log-scores."""
         temperature = self.settings.temperature
-        return temperature**2 * softened_kl(learner.scores(x, logits), mix(weights, logits), temperature).mean()
+        return temperature**2 * softened_kl(learner.scores(x, said), told, temperature).mean()
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         s, seed = self.settings, server.seed
-        teachers = Teachers(parcels, server.device, s.resident, max(s.batch, getattr(s, "images", 0)), s.precision)
+        teaching, most = teaching_of(s.teacher, parcels, server), max(s.batch, getattr(s, "images", 0))
+        teachers = Teachers(parcels, server.device, s.resident, most, s.precision, teaching)
         pool = self.pool(teachers, server.proxy)
         learner = self.learner(parcels, seed).to(server.device)
         optimizer = self._optimizer(learner)
@@ -183,7 +218,7 @@ class Distillation(Fusion):
             while state.epoch < s.epochs:
                 epoch = state.epoch
                 made = self.grow(pool, teachers, learner.eval(), seed, epoch)
-                self.reweigh(pool, epoch)
+                self.reweigh(pool, teachers, seed, epoch)
                 loss = self._learn(learner.train(), optimizer, pool, teachers, seed, epoch)
                 if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in learner.parameters()):
                     raise Diverged(
@@ -213,9 +248,8 @@ class Distillation(Fusion):
     ) -> float:
         """The learner's passes over the pool in one epoch; the mean loss."""
         s, device = self.settings, teachers.device
-        factor = 0.5 * (1 + math.cos(math.pi * epoch / s.epochs)) if s.schedule == "cosine" else 1.0
         for group in optimizer.param_groups:
-            set_learning_rate(group, s.lr * factor)
+            set_learning_rate(group, s.lr * rate_factor(s.schedule, epoch, s.epochs))
         if self.lesson is None or self.lesson.learner is not learner:
             self.lesson = Lesson(self, learner, optimizer, pool.weights, teachers)
         order = generator(seed, "server", "order", epoch)
@@ -231,9 +265,10 @@ class Distillation(Fusion):
         text = (
             f"{len(teachers)} teachers,"
             f" {'all on the device at once' if teachers.together else 'on the device one at a time'}; their weights and"
-            f" activations take about {teachers.peak / 2**20:.0f} MiB there. The learner of the last epoch is the"
-            " answer."
+            f" activations take about {teachers.peak / 2**20:.0f} MiB there. The teacher is {self.settings.teacher};"
+            " the learner of the last epoch is the answer."
         )
+        learned = {"weights": pool.weights.tolist()} if teachers.teaching.weighted else {}
         if self.synthetic:
             without = [i for i, normed in enumerate(teachers.normed) if not normed]
             if without:
@@ -257,10 +292,11 @@ class Distillation(Fusion):
         cells = [[row[c] if isinstance(row[c], int) else round(row[c], 4) for c in columns] for row in shown]
         sections.append(
             {"title": f"Server work of {self.name}", "text": text, "table": {"columns": columns, "rows": cells}}
+            | learned
         )
         return sections
 
-    synthetic: ClassVar[bool] = False
+    synthetic: bool = False  # whether the pool's images are made here
 
 
 def about_images(count: int, row: dict[str, Any], bn: float) -> str:
@@ -276,6 +312,16 @@ def about_images(count: int, row: dict[str, Any], bn: float) -> str:
             " fusion.bn_form=relative, lets the classes speak."
         )
     return text
+
+
+def rate_factor(schedule: str, epoch: int, epochs: int) -> float:
+    """What the learning rate is multiplied by in the epoch that follows ``epoch`` finished ones."""
+    if schedule == "constant":
+        return 1.0
+    rise = max(1, epochs // 10) if schedule == "one-cycle" else 0
+    if epoch < rise:
+        return (epoch + 1) / (rise + 1)
+    return 0.5 * (1 + math.cos(math.pi * (epoch - rise) / (epochs - rise)))
 
 
 class Lesson:
@@ -307,16 +353,17 @@ class Lesson:
         steps = 0
         with one_shape():
             for rows in order:
-                batch = pool.images[rows], pool.logits[rows], pool.labels[rows]
+                batch = pool.images[rows], pool.said[rows], pool.labels[rows]
                 self._step(*batch) if self.captured is None else self.captured(self._step, *batch)
                 steps += 1
         return float(self.total) / steps
 
-    def _step(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def _step(self, images: Tensor, said: Tensor, labels: Tensor) -> None:
         s = self.rule.settings
-        x, answers = self.rule.inputs(images, logits.transpose(0, 1), self.weights, self.teachers, self.rng)
+        x, said = self.rule.inputs(images, said.transpose(0, 1), self.weights, self.teachers, self.rng)
+        told = self.teachers.answer(self.weights, said)
         with autocast(s.precision, self.teachers.device):
-            loss = self.rule.loss(self.learner, x, answers, self.weights, labels)
+            loss = self.rule.loss(self.learner, x, said, told, labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if s.clip is not None:

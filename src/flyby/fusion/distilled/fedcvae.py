@@ -3,8 +3,9 @@
 ``fedcvae`` (the paper's ENS): client k's decoder paints n_k / N of the images, labels from its own class frequencies, z
 from a truncated normal; a fresh classifier is trained on them, with a little noise. ``fedcvae-kd``: all decoders are
 first distilled into one, min_D sum_k (n_k / N) E_{z, y ~ client k} ||D(z, y) - D_k(z, y)||^2, and that one paints all
-images, labels uniform over the classes that somebody holds. Every epoch names its own draws, so an interrupted fusion
-goes on from its last saved epoch to the same result.
+images, labels uniform over the classes that somebody holds. The classifier learns the labels that were asked for, or
+(ours) with ``teacher`` what an ensemble of the clients' classifiers says of the images: KL at T = 1. Every epoch names
+its own draws, so an interrupted fusion goes on from its last saved epoch to the same result.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from flyby.errors import BadInput, Diverged
 from flyby.files import digest
 from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.distilled.distill import Clock, StudentName, student_spec
-from flyby.fusion.distilled.synthesis import as_pictures, normalise
+from flyby.fusion.distilled.synthesis import as_pictures
+from flyby.fusion.distilled.teachers import MEANS, Teachers, known_teacher, normalise, rule_of, teacher_of, teaching_of
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models.decoder import Decoder, DecoderSpec, build
+from flyby.objectives.kd import softened_kl
 from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 from flyby.statistics.decoder import decoder_of
@@ -54,7 +57,15 @@ class Drawn:
     pixels: Tensor
 
 
+def labels_or_teacher(word: str) -> str:
+    return word if word == "labels" else known_teacher(word)
+
+
 class FedCvaeSettings(FusionSettings):
+    teacher: Annotated[str, AfterValidator(labels_or_teacher)] = Field(
+        "labels",
+        description="what the classifier learns: the labels asked for (as published), or a teacher's answers",
+    )
     images: int = Field(3000, ge=2, description="synthetic images to train on")
     truncation: float = Field(2.0, gt=0, description="no entry of z is farther than this from 0")
     epochs: int = Field(15, ge=1, description="of the classifier")
@@ -76,6 +87,24 @@ class FedCvae(Fusion):
     settings_type: ClassVar[type[FusionSettings]] = FedCvaeSettings
     settings: FedCvaeSettings
 
+    def __init__(self, settings: FusionSettings | None = None) -> None:
+        super().__init__(settings)
+        if self.settings.teacher not in ("labels", *MEANS):
+            self.needs = self.needs | rule_of(self.settings.teacher).needs
+
+    def teacher(self, parcels: Inbox, server: Server) -> Predictor | None:
+        word = self.settings.teacher
+        return None if word == "labels" else teacher_of(word, parcels, server)
+
+    def told(self, parcels: Inbox, server: Server, pixels: Tensor) -> Tensor | None:
+        """The teacher's log-scores for the images as they were painted, without the noise."""
+        if self.settings.teacher == "labels":
+            return None
+        teaching = teaching_of(self.settings.teacher, parcels, server)
+        teachers = Teachers(parcels, server.device, teaching=teaching)
+        shares = torch.full((len(parcels),), 1 / len(parcels), device=pixels.device)
+        return teachers.answer(shares, teachers.say(pixels))
+
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         seed, device = server.seed, torch.device(server.device)
         spec = student_spec(parcels, self.settings.student).replace(head="linear", logit_scale=False)
@@ -88,6 +117,7 @@ class FedCvae(Fusion):
         painted = self.paint(painters, server, stages)
         network = spec.build(generator(seed, "server", "student")).to(device).train()
         pixels, labels, rng = painted.pixels, painted.labels, generator(seed)
+        answers = self.told(parcels, server, pixels)
 
         def order(epoch: int) -> Iterable[Tensor]:
             nonlocal rng
@@ -98,7 +128,10 @@ class FedCvae(Fusion):
             # A decoder gives means: without noise a classifier learns to rely on a smoothness that photographs do not
             # have.
             x = pixels[rows] + self.settings.noise * torch.randn(pixels[rows].shape, generator=rng, device=device)
-            return F.cross_entropy(network(normalise(x, spec)), labels[rows])
+            scores = network(normalise(x, spec))
+            if answers is not None:
+                return softened_kl(scores, answers[rows], 1.0).mean()
+            return F.cross_entropy(scores, labels[rows])
 
         history = stages.train("classifier", network, self.settings.epochs, self.settings.lr, order, loss_of)
         text = (

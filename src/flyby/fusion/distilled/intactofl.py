@@ -2,8 +2,8 @@
 is trained.
 
 h = x W^T + b; g = softmax of h over its k largest entries, 0 elsewhere; scores = sum_k g_k(x) f_k(x). The gate learns
-on DENSE-style images by CE(scores, y) + .01 std_k(mean_x g_k(x)) + KL at T = 4 to the plain ensemble, on inputs moved
-as in Co-Boosting.
+on DENSE-style images by CE(scores, y) + .01 std(g over all images and experts) + T^2 KL at T = 4 to the plain ensemble,
+on inputs moved as in Co-Boosting.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.coboosting import PushSettings, pushed
-from flyby.fusion.distilled.dense import Dense, DenseSettings
+from flyby.fusion.distilled.dense import Dense
 from flyby.fusion.distilled.distill import Learner
-from flyby.fusion.distilled.synthesis import Teachers, mix, normalise
+from flyby.fusion.distilled.teachers import Teachers, mix, normalise
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import uniform_fan_in
@@ -29,12 +29,15 @@ from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 
 
-class IntactOFLSettings(DenseSettings, PushSettings):
+class IntactOFLSettings(PushSettings):
     student: Literal[None] = Field(None, description="there is none: the experts stay")
     lr: float = Field(0.01, gt=0)
+    weight_decay: float = Field(1e-4, ge=0)
+    schedule: Literal["constant", "cosine", "one-cycle"] = "cosine"
+    clip: float | None = Field(10.0, gt=0)
     temperature: float = Field(4.0, gt=0)
     top: int | None = Field(None, ge=1, description="experts that answer for an image; all where not given")
-    balance: float = Field(0.01, ge=0, description="weight of the gate weights' spread over the experts")
+    balance: float = Field(0.01, ge=0, description="weight of the spread of a batch's gate weights")
     kd: float = Field(1.0, ge=0, description="weight of the distillation term")
 
 
@@ -56,8 +59,8 @@ class ExpertGate(Learner):
     def weights(self, x: Tensor) -> Tensor:
         return gate_weights(self.linear(normalise(x, self.spec).flatten(1)).float(), self.top)
 
-    def scores(self, x: Tensor, logits: Tensor) -> Tensor:
-        return mix(self.weights(x), logits)
+    def scores(self, x: Tensor, said: Tensor) -> Tensor:
+        return mix(self.weights(x), said[:, :, : self.spec.classes])
 
 
 class GatedPredictor(Predictor):
@@ -104,14 +107,13 @@ class IntactOFL(Dense):
         return made
 
     def inputs(
-        self, images: Tensor, logits: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
+        self, images: Tensor, said: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         return pushed(images, weights, teachers, rng, self.settings)
 
-    def loss(self, learner: Learner, x: Tensor, logits: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, learner: Learner, x: Tensor, said: Tensor, told: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(learner, ExpertGate)
-        gates = learner.weights(x)
-        scores = mix(gates, logits)
-        spread = gates.mean(0).std(correction=0) if len(logits) > 1 else 0.0
-        apart = softened_kl(scores, mix(weights, logits), self.settings.temperature).mean()
-        return F.cross_entropy(scores, labels) + self.settings.balance * spread + self.settings.kd * apart
+        s, gates = self.settings, learner.weights(x)
+        scores = mix(gates, said[:, :, : told.shape[1]])
+        apart = s.temperature**2 * softened_kl(scores, told, s.temperature).mean()
+        return F.cross_entropy(scores, labels) + s.balance * gates.std(correction=0) + s.kd * apart

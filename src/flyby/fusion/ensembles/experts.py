@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -26,8 +25,10 @@ from flyby.errors import BadInput, unknown
 from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
-from flyby.models.heads import directions
+from flyby.models.cost import cost_of
+from flyby.models.heads import HEADS, cosine
 from flyby.models.shelf import Shelf
+from flyby.models.shifts import WAYS
 from flyby.parcels.inbox import Inbox
 from flyby.statistics.calibration import calibrated
 from flyby.statistics.catalogue import EXTRAS
@@ -41,7 +42,7 @@ class ExpertsPredictor(Predictor):
     """All networks kept. ``votes`` [K, C] are the shares v; ``calibration`` [K, R, C] each client's own statistics."""
 
     kind = "experts"
-    streams = True
+    streams = shows = True
 
     def __init__(
         self,
@@ -67,25 +68,25 @@ class ExpertsPredictor(Predictor):
 
     def voice(self, network: Network, features: Tensor) -> Tensor:
         """cos(f_k(x), direction of class c at client k): [N, C]."""
-        return F.normalize(features.float(), dim=1) @ F.normalize(directions(network).float(), dim=1).T
+        return cosine(network, features)
 
-    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
-        cosine = torch.stack(tuple(voices))
+    def said(self, cosines: Tensor) -> Tensor:
+        """What each client says of each class, [K, N, C], from its cosines."""
         held = (self.votes > 0)[:, None]
         if self.form == "cosine":
-            said = cosine
-        elif self.form == "softmax":
-            # Not -inf: a client that holds nothing (noisy counts can say so) has no vote, and must not be NaN either.
-            said = (self.sharpness * cosine).masked_fill(~held, torch.finfo(cosine.dtype).min).softmax(2)
-        elif self.form == "gate":
-            best = cosine.masked_fill(~held, -1.0).amax(2)
-            said = cosine * (self.sharpness * best).softmax(0)[:, :, None] * len(cosine)
-        else:
-            # Where every expert is silent the cosines decide, not class 0.
-            said = calibrated(cosine, self.calibration) + WHISPER * cosine
-        scores = torch.einsum("kc,knc->nc", self.votes, said)
+            return cosines
+        if self.form == "softmax":
+            return certainty(cosines, held, self.sharpness)
+        if self.form == "gate":
+            best = cosines.masked_fill(~held, -1.0).amax(2)
+            return cosines * (self.sharpness * best).softmax(0)[:, :, None] * len(cosines)
+        # Where every expert is silent the cosines decide, not class 0.
+        return calibrated(cosines, self.calibration) + WHISPER * cosines
+
+    def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        scores = torch.einsum("kc,knc->nc", self.votes, self.said(torch.stack(tuple(voices))))
         # A class nobody speaks for comes after all others.
-        return scores.masked_fill(self.votes.sum(0) == 0, -float(len(cosine)))
+        return scores.masked_fill(self.votes.sum(0) == 0, -float(len(voices)))
 
     def chances(self, scores: Tensor) -> Tensor:
         """Each class's share of all that was said."""
@@ -121,20 +122,25 @@ class Experts(Fusion):
         networks, tables = parcels.networks(), []
         if "calibration" in self.needs:
             tables = [sent(item, EXTRAS["calibration"])["calibration"] for item in parcels]
-        counts = (
-            parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
-        )
-        trust = self._validated(networks, server.proxy) if self.settings.validated else None
-        votes = expert_votes(counts, self.power if self.settings.power is None else self.settings.power, trust)
+        votes = self.votes(parcels, networks, server)
+        say_cost(parcels, server)
         return ExpertsPredictor(
             [m.spec for m in parcels.manifests],
             parcels.class_names,
             networks,
             form=self.form,
             sharpness=self.settings.sharpness,
-            votes=votes.float(),
+            votes=votes,
             calibration=torch.stack(tables) if tables else None,
         )
+
+    def votes(self, parcels: Inbox, networks: Iterable[Network], server: Server) -> Tensor:
+        """v [K, C], as the settings have it."""
+        counts = (
+            parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
+        )
+        trust = self._validated(networks, server.proxy) if self.settings.validated else None
+        return expert_votes(counts, self.power if self.settings.power is None else self.settings.power, trust).float()
 
     def _validated(self, networks: Iterable[Network], proxy: Dataset | None) -> Tensor:
         if proxy is None or len(proxy) == 0:
@@ -145,12 +151,39 @@ class Experts(Fusion):
         return torch.stack([f1_scores(network, images, labels) for network in networks])
 
 
+def certainty(cosines: Tensor, held: Tensor, sharpness: float) -> Tensor:
+    """softmax(sharpness cos) over the classes that each client holds. Not -inf for the others: a client that holds
+    nothing (noisy counts can say so) has no vote, and must not be NaN either."""
+    return (sharpness * cosines).masked_fill(~held, torch.finfo(cosines.dtype).min).softmax(2)
+
+
 def expert_votes(counts: Tensor, power: float, trust: Tensor | None = None) -> Tensor:
     """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c; all 0 for a class nobody holds: nobody speaks
     for it. ``trust`` [K, C] is one more factor of every voice."""
     voices = torch.where(counts > 0, counts**power, 0.0)  # 0^0 is 1, but who holds nothing has no voice
     voices = voices if trust is None else voices * trust.to(voices)
     return voices / voices.sum(0, keepdim=True).clamp_min(torch.finfo(voices.dtype).tiny)
+
+
+def say_cost(parcels: Inbox, server: Server) -> None:
+    """Into the report, where some members look at every image in several ways: what one answer costs."""
+    shifts = [HEADS[m.spec.head].shift for m in parcels.manifests]
+    if not any(shifts):
+        return
+    ways = [WAYS if shift else 1 for shift in shifts]
+    each = [cost_of(m.spec) for m in parcels.manifests]
+    rows: list[list[object]] = [
+        [m.sender, shift or "none", way, f"{way * cost.multiply_adds / 1e6:,.1f}"]
+        for m, shift, way, cost in zip(parcels.manifests, shifts, ways, each, strict=True)
+    ]
+    total = sum(way * cost.multiply_adds for way, cost in zip(ways, each, strict=True)) / 1e6
+    plain = sum(cost.multiply_adds for cost in each) / 1e6
+    text = (
+        f"An answer takes {sum(ways)} passes through {len(ways)} networks and {total:,.1f} million multiply-adds per"
+        f" image, {total / plain:.1f} times those of one pass each."
+    )
+    columns = ["site", "shift", "passes per image", "million multiply-adds"]
+    server.report.append({"title": "What an answer costs", "text": text, "table": {"columns": columns, "rows": rows}})
 
 
 def capped(counts: Tensor, most: float) -> Tensor:

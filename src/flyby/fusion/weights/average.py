@@ -1,8 +1,7 @@
 """One-shot FedAvg [McMahan et al., AISTATS 2017] and plain ensembles.
 
-FedAvg: theta = sum_k (n_k / N) theta_k, over parameters AND BatchNorm buffers; leaving the buffers out is why published
-one-shot FedAvg often reads like chance. Parcels are streamed: memory holds the sum and one parcel, however many there
-are.
+FedAvg: theta = sum_k (n_k / N) theta_k, over parameters AND BatchNorm buffers. Parcels are streamed: memory holds the
+sum and one parcel, however many there are.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from flyby.data.dataset import Dataset
+from flyby.data.site import Part, part_of
 from flyby.errors import BadInput
 from flyby.fusion.base import Fusion, FusionSettings, Server, weights_of
 from flyby.fusion.predictor import Ensemble, Predictor, Single
-from flyby.parcels.inbox import Inbox
+from flyby.models import Network
+from flyby.parcels.inbox import Inbox, unshifted
 
 
 class AverageSettings(FusionSettings):
@@ -37,6 +38,8 @@ class FedAvg(Fusion):
     settings: AverageSettings
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
+        if len({m.spec for m in parcels.manifests}) > 1:  # sites that fell back to no shift are still of one kind
+            parcels = Inbox(unshifted(item) for item in parcels)
         parcels.same_spec("fedavg")
         total: dict[str, Tensor] = {}
         stream = iter(parcels)
@@ -87,7 +90,9 @@ def recalibrate(network: nn.Module, batches: Iterable[Tensor]) -> None:
 
 class EnsembleSettings(FusionSettings):
     mean: Literal["logits", "probabilities"] = "probabilities"
-    weights: Literal["size", "uniform"] = "uniform"
+    weights: Literal["size", "uniform", "learned"] = Field(
+        "uniform", description="learned: those under which labelled --proxy images are likeliest; for probabilities"
+    )
 
 
 class EnsembleFusion(Fusion):
@@ -100,12 +105,34 @@ class EnsembleFusion(Fusion):
     settings: EnsembleSettings
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
-        networks = parcels.networks()
+        networks, learned = parcels.networks(), self.settings.weights == "learned"
         specs = [m.spec for m in parcels.manifests]
-        return Ensemble(
-            specs,
-            parcels.class_names,
-            networks,
-            mean=self.settings.mean,
-            weights=weights_of(parcels, self.settings.weights),
-        )
+        shares = likeliest(networks, self._judges(server)) if learned else weights_of(parcels, self.settings.weights)
+        return Ensemble(specs, parcels.class_names, networks, mean=self.settings.mean, weights=shares)
+
+    def _judges(self, server: Server) -> Part:
+        if self.settings.mean == "logits":
+            raise BadInput("fusion.weights=learned is for the mean of probabilities; leave out fusion.mean=logits")
+        if server.proxy is None or len(server.proxy) == 0:
+            raise BadInput(
+                "fusion.weights=learned needs images with labels that can be believed; give them with --proxy PATH"
+            )
+        return part_of(server.proxy)
+
+
+@torch.no_grad()
+def likeliest(networks: Iterable[Network], judges: Part, steps: int = 10_000) -> list[float]:
+    """The weights w on the simplex with the largest sum_n log sum_k w_k p_k(y_n | x_n), by expectation maximisation:
+    w_k <- mean_n of client k's share in what the mixture says of the right class. The problem is convex, and every step
+    climbs."""
+    told = []
+    for network in networks:
+        scores = torch.cat([network(network.spec.prepare(part)) for part in torch.split(judges.images, 512)])
+        told.append(scores.double().log_softmax(1).gather(1, judges.labels[:, None])[:, 0])
+    each = torch.stack(told)  # [K, N]
+    weights = torch.full((len(each),), 1 / len(each), dtype=torch.float64)
+    for _ in range(steps):
+        before, weights = weights, (each + weights.log()[:, None]).softmax(0).mean(1)
+        if float((weights - before).abs().max()) < 1e-7:
+            break
+    return [float(w) for w in weights]

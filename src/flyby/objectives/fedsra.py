@@ -1,0 +1,75 @@
+"""FedSRA's client [2026]: fixed anchors that all sites share, no learnable prototypes.
+
+L = CE(f^ E^T / t, y) + w_con SupCon(f^; t_con) + w_pull (1 - cos(f, e_y)), with the simplex E of one seed, t = t_con =
+.1 and both weights .5. A site of one class has nothing to tell apart, and minimises the last term alone. As published:
+features of 256 dimensions, Adam, cosine, batch 128; its learning rate we do not know, 1e-3 is ours. Made for the server
+rule ``standardised``, whose moments it sends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from flyby.data.site import Site
+from flyby.data.views import ViewSettings
+from flyby.models import ModelSpec, Network
+from flyby.objectives.anchored import Anchored, AnchorSettings
+from flyby.objectives.base import Batch, ObjectiveSettings, Terms, accuracy_of
+from flyby.objectives.salt import Salt, supcon
+
+TRAIN = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "cosine"}
+
+
+class FedSraSettings(AnchorSettings):
+    tau: float = Field(0.1, gt=0, description="temperature of the classification term")
+    con: float = Field(0.5, ge=0, description="weight of the supervised contrast")
+    con_tau: float = Field(0.1, gt=0, description="temperature of the supervised contrast")
+    pull: float = Field(0.5, gt=0, description="weight of the pull towards the own anchor")
+    dim: int = Field(256, ge=0, description="features after a linear layer; 0: those of the network itself")
+
+
+class FedSra(Anchored):
+    name = "fedsra"
+    paper = "FedSRA, 2026"
+    provides = frozenset({"weights", "class_counts", "prototypes", "anchors", "calibration", "moments"})
+    sends = ("moments",)
+    head = "etf"
+    settings_type: ClassVar[type[ObjectiveSettings]] = FedSraSettings
+    settings: FedSraSettings
+    batch: ClassVar[int] = 128
+
+    @classmethod
+    def views(cls, size: tuple[int, int], mirror: bool) -> ViewSettings:
+        return Salt.views(size, mirror)
+
+    @classmethod
+    def defaults(cls, settings: ObjectiveSettings) -> dict[str, Any]:
+        return TRAIN
+
+    @classmethod
+    def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
+        assert isinstance(settings, FedSraSettings)
+        projector = spec.projector or ((settings.dim,) if settings.dim else ())
+        return spec.replace(head=cls.head, projector=projector)
+
+    def prepare(self, model: Network, site: Site, seed: int) -> None:
+        self.fix_head(model, 1 / self.settings.tau)
+        self.alone = sum(n > 0 for n in site.counts) == 1
+
+    def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
+        weights = self.settings
+        anchors: Tensor = model.head.anchors  # type: ignore[assignment]
+        features = F.normalize(model.features(batch.images).float(), dim=1)
+        with torch.autocast(features.device.type, enabled=False):  # small products, where bf16 would cost accuracy
+            cosines = features @ anchors.T
+            cls = F.cross_entropy(cosines / weights.tau, batch.labels)
+            con = supcon(features, batch.labels, weights.con_tau, len(anchors))
+            pull = 1 - cosines.gather(1, batch.labels[:, None]).mean()
+        total = weights.pull * pull if self.alone else cls + weights.con * con + weights.pull * pull
+        parts = {"cls": cls, "con": con, "pull": pull, "train_accuracy": accuracy_of(cosines, batch.labels)}
+        return Terms(total, parts)
