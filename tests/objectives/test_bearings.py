@@ -160,7 +160,7 @@ def sent(images: Tensor, labels: Tensor, settings: BearingsSettings, classes: tu
 
 def test_a_site_falls_back_and_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.zeros(120, dtype=torch.int64)  # a client of one class
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="flyby"):
         assert sent(noise(), labels, BearingsSettings()).head == "prototype"
         assert "site-0 shows no turns: they were told right in" in caplog.text
         assert sent(lamps(), labels, BearingsSettings()).head == "turns"
