@@ -61,7 +61,15 @@ def build(kind: type[Typed], values: Mapping[str, Any], where: str) -> Typed:
         name, reason, why, value = complaint(error, value=True)
         if why == "extra_forbidden":
             raise unknown(f"{where} setting", name, kind.model_fields) from None
-        raise BadInput(f"{where}.{name} = {value!r} will not do: {reason[0].lower()}{reason[1:]}") from None
+        given = f"{where}.{name} = {value!r} will not do" if name else f"these {where} settings will not do"
+        raise BadInput(f"{given}: {reason[0].lower()}{reason[1:]}") from None
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """``values[key] = value``; a key such as ``views.flip`` is put among the settings ``views``."""
+    name, dot, inner = key.partition(".")
+    held = values.get(name)
+    values[name] = {**(held if isinstance(held, dict) else {}), inner: value} if dot else value
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

@@ -13,6 +13,7 @@ import torch
 
 from factories import SETTINGS, call, done, jobs_of, make_stripes, one_line, same_run, wait_for
 from flyby.data.splits import SplitSettings, make_split
+from flyby.engines import forkserver, processes
 from flyby.engines.engine import DataSettings, Job, engine_named
 from flyby.engines.forkserver import without_interrupts
 from flyby.engines.processes import run_processes
@@ -132,6 +133,24 @@ def test_workers_are_started_deaf_to_ctrl_c() -> None:
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     assert signal.SIGINT not in before
+
+
+def test_ctrl_c_while_the_pool_is_made_leaves_no_semaphore_half_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Context:
+        def Queue(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            made.append("whole")
+
+    def pool(*_: object, **__: object) -> None:
+        made.append("pool")
+
+    monkeypatch.setattr(forkserver, "context_for", lambda device: Context())
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", pool)
+    with pytest.raises(KeyboardInterrupt):
+        next(processes.spread(str, [1], "cpu"))
+    assert made == ["whole", "pool"]
 
 
 def test_sites_with_impossible_names_are_refused_before_training(tmp_path: Path) -> None:

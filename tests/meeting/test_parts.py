@@ -28,6 +28,7 @@ from flyby.meeting.stack import Stack
 from flyby.meeting.tuning import epoch_order, tune
 from flyby.objectives.kd import softened_kl
 from flyby.parcels.ledger import Ledger, SecondCrossing
+from flyby.runs.config import make_config
 from flyby.settings import build
 
 # Meetings
@@ -364,6 +365,18 @@ def test_a_blend_lies_between_two_images_and_has_no_label() -> None:
     assert torch.equal(pool.labels[:count], site.train.labels)
     assert bool((pool.labels[count:] == UNKNOWN).all())
     assert pool.images.dtype == torch.uint8
+
+
+def test_settings_inside_settings_are_named_with_dots() -> None:
+    asked = ["orient.pool_views.turns=true", "orient.pool_views.crop=pad", "orient.pool=2"]
+    assert make_config("fol-plus", assignments=asked).orient == {
+        "pool_views": {"turns": True, "crop": "pad"},
+        "pool": 2,
+    }
+    with pytest.raises(BadInput, match=r"unknown orient setting 'pool_views\.turn'"):
+        make_config("fol-plus", assignments=["orient.pool_views.turn=true"])
+    with pytest.raises(BadInput, match=r"train\.lr = {'x': 3} will not do"):
+        make_config("fol-plus", assignments=["train.lr.x=3"])
 
 
 def test_energy_is_time() -> None:

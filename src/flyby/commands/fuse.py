@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from flyby.parcels.gate import Gate
     from flyby.runs.server import Order
 
+    Done = tuple[dict[str, Any], str, Gate]
+
 
 @grouped
 def fuse(
@@ -93,38 +95,42 @@ def fuse(
     as_json: Json = False,
 ) -> None:
     """Fuse parcels into one model: a folder that evaluate, predict and plain PyTorch can load."""
+    from flyby.runs.server import Order
+
+    changes, given = bool(add or remove), parcels or []
+    if compact and (region is not None or changes):
+        raise BadInput("--compact makes a new model; it does not go with --partial, --add or --remove")
+    if sum((watch is not None, region is not None, changes)) > 1:
+        raise BadInput("--watch, --partial, and --add or --remove are three different things; give one of them")
+    if region is not None and (out is not None or not given):
+        raise BadInput("name the .parcel files to add up; --partial itself says what is written, without --out")
+    if changes and len(given) != 1:
+        raise BadInput("name the one model folder to change: flyby fuse --add late.parcel global/")
+    target = region or out or (given[0] if changes else None)
+    if target is None:
+        raise BadInput("name the folder to write with --out")
+    order = Order(target, fusion, settings or (), proxy, validation, min_sites, seed, export, device, keep_bad)
+    order = replace(order, revealed=revealed or (), compact=compact)
+    if region is not None:
+        facts, text, gate = _add_up(given, order, entrance, names)
+    elif changes:
+        facts, text, gate = _change(given[0], add or [], remove or [], order, entrance)
+    else:
+        facts, text, gate = _fuse(given, watch, watching, order, entrance)
+    note([*(one.line for one in gate.refused), *gate.notes])
+    say(facts, as_json, text)
+
+
+def _fuse(parcels: list[Path], watch: Path | None, watching: WatchOptions, order: Order, entrance: GateOptions) -> Done:
     from flyby.files import sole_writer
     from flyby.parcels.gate import open_gate
-    from flyby.runs.server import SERVER, Order, fuse_parcels
+    from flyby.runs.server import SERVER, fuse_parcels
 
-    if compact and (region is not None or add or remove):
-        raise BadInput("--compact makes a new model; it does not go with --partial, --add or --remove")
-    if region is not None or add or remove:
-        if watch is not None or (region is not None and (add or remove)):
-            raise BadInput("--watch, --partial, and --add or --remove are three different things; give one of them")
-        if region is not None and (out is not None or not parcels):
-            raise BadInput("name the .parcel files to add up; --partial itself says what is written, without --out")
-        if region is None and len(parcels or []) != 1:
-            raise BadInput("name the one model folder to change: flyby fuse --add late.parcel global/")
-        target = region or out or (parcels or [])[0]
-        order = Order(
-            target, fusion, settings or (), proxy, validation, min_sites, seed, export, device, keep_bad, revealed or ()
-        )
-        if region is not None:
-            facts, text, gate = _add_up(parcels or [], order, entrance, names)
-        else:
-            facts, text, gate = _change((parcels or [])[0], add or [], remove or [], order, entrance)
-        note([*(one.line for one in gate.refused), *gate.notes])
-        say(facts, as_json, text)
-        return
-    if out is None:
-        raise BadInput("name the folder to write with --out")
-    waiting = watching.waiting(watch is not None, min_sites if watch else None)
+    waiting = watching.waiting(watch is not None, order.min_sites if watch else None)
     if (watch is None) is not bool(parcels):
         raise BadInput("name the .parcel files, or the folder in which they arrive with --watch INBOX, and not both")
-    least = waiting.quorum.least if waiting else min_sites
-    order = Order(out, fusion, settings or (), proxy, validation, least, seed, export, device, keep_bad)
-    order = replace(order, revealed=revealed or (), compact=compact)
+    out = order.out
+    order = replace(order, min_sites=waiting.quorum.least) if waiting else order
     with sole_writer(out):
         order.check()
         came = (
@@ -133,12 +139,11 @@ def fuse(
             else None
         )
         gate = open_gate(SERVER, out, **entrance.words)
-        paths = came.files(rejected=entrance.quarantine is not None) if came else parcels or []
+        paths = came.files(rejected=entrance.quarantine is not None) if came else parcels
         facts = fuse_parcels(paths, order, gate, entrance.ledger)
     note_absent(came, facts)
-    note([*(one.line for one in gate.refused), *gate.notes])
     text = f"{out}: {facts['kind']} from {facts['sites']} sites ({facts['bytes_up']:,} bytes received); try it: flyby"
-    say(facts, as_json, f"{text} evaluate {out} --data PATH" + _compared(facts.get("compact")))
+    return facts, f"{text} evaluate {out} --data PATH" + _compared(facts.get("compact")), gate
 
 
 def _compared(found: dict[str, Any] | None) -> str:
@@ -151,7 +156,7 @@ def _compared(found: dict[str, Any] | None) -> str:
     return "".join(lines)
 
 
-def _add_up(parcels: list[Path], order: Order, entrance: GateOptions, names: bool) -> tuple[dict[str, Any], str, Gate]:
+def _add_up(parcels: list[Path], order: Order, entrance: GateOptions, names: bool) -> Done:
     """``--partial``: the sums of some sites as one parcel."""
     from flyby.files import sole_writer
     from flyby.parcels.gate import open_gate
@@ -165,9 +170,7 @@ def _add_up(parcels: list[Path], order: Order, entrance: GateOptions, names: boo
     return facts, text, gate
 
 
-def _change(
-    model: Path, add: list[Path], remove: list[str], order: Order, entrance: GateOptions
-) -> tuple[dict[str, Any], str, Gate]:
+def _change(model: Path, add: list[Path], remove: list[str], order: Order, entrance: GateOptions) -> Done:
     """``--add`` and ``--remove``: a model of closed form with other sites."""
     from flyby.files import sole_writer
     from flyby.parcels.gate import open_gate

@@ -62,9 +62,10 @@ def spread(
     if not items:
         return
     context = forkserver.context_for(device)
-    events = context.Queue()
     workers = min(len(items), workers or most_workers())
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(events, dict(os.environ)))
+    with forkserver.without_interrupts():  # a semaphore that is half made is one nobody takes away
+        events = context.Queue()
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(events, dict(os.environ)))
     ended_well = False
     try:
         with forkserver.without_interrupts(), forkserver.without_main():

@@ -25,7 +25,7 @@ from flyby.parcels.codecs import CODECS
 from flyby.runs.attacks import AttackSettings
 from flyby.runs.backbones import backbone_at, tuned
 from flyby.runs.methods import METHODS, Method, check_pair
-from flyby.settings import Grown, build, parse_assignment
+from flyby.settings import Grown, build, parse_assignment, put
 from flyby.training.recipe import Recipe, check_epochs
 from flyby.training.settings import Counts, TrainSettings
 
@@ -129,7 +129,7 @@ def make_config(
     for text in assignments:
         key, value = parse_assignment(text)
         section, name = _place(key, fields)
-        (values[section] if section else top)[name] = value
+        put(values[section] if section else top, name, value)
     epochs = build(TrainSettings, values["train"], "train").epochs
     if epochs == 0 and OBJECTIVES[recipe.objective].trains:
         check_epochs(OBJECTIVES[recipe.objective], epochs)
@@ -146,7 +146,7 @@ def _place(key: str, fields: dict[str, set[str]]) -> tuple[str, str]:
     if dot:
         if section not in fields:
             raise unknown("settings section", section, fields)
-        if name not in fields[section]:
+        if name.partition(".")[0] not in fields[section]:
             raise (
                 unknown(f"{section} setting", name, fields[section])
                 if fields[section]

@@ -27,7 +27,7 @@ from flyby.parcels import parcel
 from flyby.parcels.gate import Gate, remember
 from flyby.parcels.parcel import Manifest, Parcel
 from flyby.runs.nodefolder import PERSONAL, STATE, NodeFolder
-from flyby.settings import build, parse_assignment
+from flyby.settings import build, parse_assignment, put
 
 Look = Callable[[Path], Manifest]  # what a file that has arrived says, if it may come in
 Wait = Callable[[Look], Sequence[Path]]
@@ -75,7 +75,10 @@ class Round:
         bundle = load(wish.data, size=wish.size or node.own.manifest.spec.size[0], holdout=0.0)
         site, marks = node.site(bundle, seed)
         check_site(node.own, site, variant)
-        asked = {**last.settings, **dict(_assignment(text) for text in wish.assignments)}
+        asked = dict(last.settings)
+        for text in wish.assignments:
+            key, value = parse_assignment(text)
+            put(asked, key.removeprefix("orient."), value)
         if plain(asked) != asked:
             raise BadInput("a setting of a node must be finite, or it cannot be written down; give a large number")
         settings = build(OrientSettings, {**stage_defaults(site.size, variant)[1], **asked}, "orient")
@@ -250,8 +253,3 @@ def _standing(predictor: Predictor, todo: Round) -> dict[str, float]:
         return {}
     chances = predictor.chances(scores).clamp_min(1e-12).log()
     return {"accuracy": accuracy(scores, labels), "log_loss": float(F.nll_loss(chances, labels))}
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    key, value = parse_assignment(text)
-    return key.removeprefix("orient."), value
