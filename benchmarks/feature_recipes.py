@@ -4,7 +4,8 @@
 
 Everything here is a fixed function of one image, so sums of it add over sites and the fit is the centralised one for
 any split: the mean over an image and its mirror, several sizes, pooled maps of earlier stages beside the last
-(``layers``), random ReLU features beside those. Ridge by its closed form in float64. A fifth of the training images
+(``layers``), random ReLU features beside those. What is chosen here is asked for by ``--set model.looks=mirrored``,
+``model.layers=all``, ``fusion.even=true`` and the statistic's ``random=``. Ridge by its closed form in float64. A fifth of the training images
 chooses lambda and is what recipes are compared on; the test images judge every recipe after a fit on all training
 images, and choose nothing.
 """
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyby import api
-from flyby.models.lite import LITE, MEAN, STD, EfficientNetLite, lite_network, lite_weights
+from flyby.models.lite import DIM, LITE, MEAN, STD, EfficientNetLite, lite_network, lite_weights
 from flyby.statistics.feature_sums import random_rows
 
 LAMBDAS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # of the mean square feature, per image
@@ -72,22 +73,13 @@ def main() -> None:
 @torch.no_grad()
 def seen(network: EfficientNetLite, images: Tensor, side: int, mirrored: bool, device: str) -> tuple[Tensor, Tensor]:
     """Pooled maps after each stage but the first ``[N, d]``, and the last features ``[N, 1280]``."""
-    stages, last = [], []
-    ends = [place for place, block in enumerate(network.blocks) if not getattr(block, "adds", False)][2:]
+    told = []
     for piece in torch.split(images, 512 if device != "cpu" else 16):
         x = piece.to(device).permute(0, 3, 1, 2).float().div(255)
         x = F.interpolate(x.flip(3) if mirrored else x, (side, side), mode="bilinear", antialias=True)
-        x = ((x - MEAN) / STD).contiguous(memory_format=torch.channels_last)
-        x = F.relu6(network.bn0(network.conv_stem(x)))
-        pooled = []
-        for place, block in enumerate(network.blocks):
-            if place in ends:
-                pooled.append(x.mean((2, 3)))
-            x = block(x)
-        pooled.append(x.mean((2, 3)))
-        stages.append(torch.cat(pooled, 1))
-        last.append(F.relu6(network.bn1(network.conv_head(x))).mean((2, 3)))
-    return torch.cat(stages), torch.cat(last)
+        told.append(network.layered(((x - MEAN) / STD).contiguous(memory_format=torch.channels_last)))
+    whole = torch.cat(told)
+    return whole[:, :-DIM], whole[:, -DIM:]
 
 
 def widened(x: Tensor, random: int) -> Tensor:

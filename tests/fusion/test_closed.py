@@ -189,6 +189,16 @@ def test_cross_validation_is_that_of_the_hat_matrix(digits: Images) -> None:
         assert scores[place] == pytest.approx(rss / 300 / (1 - float(hat.trace()) / 300) ** 2, rel=1e-6)
 
 
+def test_even_is_ridge_on_features_of_spread_one_for_every_split(digits: Images) -> None:
+    x = digits.features()
+    spread = x.std(0, correction=0).clamp_min(1e-3 * float(x.var(0, correction=0).mean()) ** 0.5)
+    wanted = dense_ridge(x / spread, digits.labels, 0.01)
+    wanted = Linear(wanted.weight / spread, wanted.bias)
+    for count, way in ((1, "drawn"), (4, "by class")):
+        assert far(solved(shared(digits, count, way), "ridge", "lam=0.01", "even=true"), wanted) < 1e-8
+    assert far(solved(shared(digits, 1, "drawn"), "ridge", "lam=0.01"), wanted) > 0.01
+
+
 def test_leaving_out_sites_is_the_error_on_their_images(digits: Images) -> None:
     inbox, x, y = shared(digits, 3, "drawn"), digits.features(), F.one_hot(digits.labels, 10).double()
     parts = split(digits.labels, 3, "drawn")
@@ -197,7 +207,7 @@ def test_leaving_out_sites_is_the_error_on_their_images(digits: Images) -> None:
         rest = np.concatenate([part for j, part in enumerate(parts) if j != k])
         head = dense_ridge(x[rest], digits.labels[rest], GRID[8])
         wanted += float((x[rows] @ head.weight.T + head.bias - y[rows]).square().sum())
-    assert left_out(Contributions(inbox, "ridge"))[8] == pytest.approx(wanted, rel=1e-8)
+    assert left_out(Contributions(inbox, "ridge"), even=False)[8] == pytest.approx(wanted, rel=1e-8)
     chosen = solved(inbox, "ridge", "choose=sites")
     assert far(chosen, solved(inbox, "ridge", "lam=100")) > 0.1
     with pytest.raises(BadInput, match=r"there is one; use --set fusion.choose=gcv"):

@@ -19,7 +19,7 @@ from flyby.data.site import Part, Site
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Single, export_program
 from flyby.models import ModelSpec, backbones, lite
-from flyby.models.backbones import Backbone, Frozen, Named, keep, known, network_of
+from flyby.models.backbones import Backbone, Frozen, Named, keep, known, network_of, seen_as
 from flyby.models.cost import cost_of
 from flyby.models.features import OverFeatures, features_of, pooled_of
 from flyby.objectives import OBJECTIVES
@@ -336,6 +336,45 @@ def test_folding_batch_norms_changes_no_answer() -> None:
     with torch.no_grad():
         before = network(x)
         assert torch.allclose(network.folded()(x), before, atol=1e-4)
+
+
+def test_all_layers_are_the_pooled_maps_at_the_end_of_every_stage_but_the_first() -> None:
+    network = lite.lite_network("efficientnet-lite0").eval()
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(0.5)
+        x = torch.randn(2, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+        maps: list[Tensor] = []
+        for block in network.blocks:
+            block.register_forward_hook(lambda module, given, told: maps.append(told))
+        last = network(x)
+        wanted = [maps[place].mean((2, 3)) for place in (2, 4, 7, 10, 14, 15)]  # repeats 1 2 2 3 3 4 1, added up
+        assert [one.shape[1] for one in wanted] == [24, 40, 80, 112, 192, 320]
+        told = network.layered(x)
+    assert torch.allclose(told, torch.cat([*wanted, last], 1), atol=1e-6)
+    assert told.shape[1] == network.layered_dim == lite.lite_dim("efficientnet-lite0") == 1280 + 768
+
+
+def test_a_mirrored_look_is_the_same_for_an_image_and_its_mirror_image() -> None:
+    named = drawn()
+    x = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    plain, both = Frozen(named), Frozen(seen_as(named, "mirrored", "last"))
+    assert torch.equal(both(x), (plain(x) + plain(x.flip(3))) / 2)
+    assert not torch.allclose(plain(x), plain(x.flip(3)))
+    assert "looks" not in named.backbone.model_dump(), "what was made before keeps its name"
+    assert seen_as(named, "mirrored", "last").backbone.model_dump()["looks"] == "mirrored"
+
+
+def test_looks_and_layers_that_a_backbone_cannot_give_are_refused() -> None:
+    named = drawn()
+    with pytest.raises(BadInput, match=r"the layers of flyby:cnn-small are not known"):
+        seen_as(named, "one", "all")
+    lite0 = Named("efficientnet-lite0", named.backbone.model_copy(update={"dim": 1280, "layers": "all"}))
+    with pytest.raises(BadInput, match=r"wants 1280 features of efficientnet-lite0, which gives 2048"):
+        Frozen(lite0)
+    tuned = Named(named.name, named.backbone.model_copy(update={"tune": "last", "looks": "mirrored"}))
+    with pytest.raises(BadInput, match="for a frozen backbone"):
+        Frozen(tuned)
 
 
 def test_an_old_pickle_is_read_without_being_carried_out(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from flyby.data.cache import root_of, writable
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, canonical, read_json, write_bytes, write_json
-from flyby.models.lite import DIM, LITE, MEAN, STD, EfficientNetLite, lite_file, lite_network, lite_weights
+from flyby.models.lite import DIM, LITE, MEAN, STD, EfficientNetLite, lite_dim, lite_file, lite_network, lite_weights
 from flyby.models.networks import ARCHITECTURES
 from flyby.models.outside import fetch, outside_network
 from flyby.settings import Grown, build
@@ -40,16 +40,19 @@ CARD, WEIGHTS = "card.json", "weights.safetensors"
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Side = Annotated[int, Field(ge=1, le=4096)]
 Tune = Literal["head", "last", "all", "lora"]
+Looks = Literal["one", "mirrored"]
+Layers = Literal["last", "all"]
 
 
 class Backbone(Grown):
     """What a spec says of its backbone beside its name: the SHA-256 of its tensors, how many features it gives, the
     images it takes, of ``size`` (others are resized), with ``mean`` and ``std`` per channel in the units of a spec, and
     what of it is trained and sent: nothing (``head``), its ``last`` stage, ``all`` of it, or matrices of a low ``rank``
-    beside its layers (``lora``)."""
+    beside its layers (``lora``). What a frozen one tells of an image may be the mean over it and its mirror image
+    (``looks``), and hold pooled maps of its earlier stages beside the last (``layers``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    later = frozenset({"tune", "rank"})
+    later = frozenset({"tune", "rank", "looks", "layers"})
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     dim: Annotated[int, Field(ge=1, le=MAX_DIM)]
@@ -59,6 +62,8 @@ class Backbone(Grown):
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e9)], ...], FromList, Field(min_length=1, max_length=64)]
     tune: Tune = "head"
     rank: Annotated[int, Field(ge=0, le=MAX_DIM)] = 0
+    looks: Looks = "one"
+    layers: Layers = "last"
 
     @property
     def keeps(self) -> bool:
@@ -102,17 +107,24 @@ class Frozen(nn.Module):
     def __init__(self, named: Named, grey: tuple[float, float] | None = None) -> None:
         super().__init__()
         self.named, self.grey = named, grey
+        check_looks(named)
 
     def forward(self, x: Tensor) -> Tensor:
         return in_pieces(self._seen, x)
 
     def _seen(self, x: Tensor) -> Tensor:
         x = self.fitted(x)
-        network = self.network(x.device)
         if x.device.type == "meta":
-            return network(x)  # type: ignore[no-any-return]
+            return self._looked(x)
         with torch.autocast(x.device.type, enabled=False):  # the same features, whatever precision the head trains in
-            return network(x)  # type: ignore[no-any-return]
+            return self._looked(x)
+
+    def _looked(self, x: Tensor) -> Tensor:
+        network = self.network(x.device)
+        look = network.layered if self.named.backbone.layers == "all" else network
+        if self.named.backbone.looks == "one":
+            return look(x)  # type: ignore[no-any-return, operator]
+        return (look(x) + look(x.flip(3))) / 2  # type: ignore[no-any-return, operator]
 
     def network(self, device: torch.device) -> nn.Module:
         """What images go through."""
@@ -134,6 +146,28 @@ class Frozen(nn.Module):
             return x
         mean, std = (torch.tensor(v, device=x.device).view(1, -1, 1, 1) for v in (backbone.mean, backbone.std))
         return (x * self.grey[1] + self.grey[0] - mean) / std
+
+
+def seen_as(named: Named, looks: Looks, layers: Layers) -> Named:
+    """The same backbone that tells more of an image."""
+    name, backbone = named
+    words = {**dict(backbone), "looks": looks, "layers": layers}
+    if layers == "all" and name in LITE:
+        words["dim"] = lite_dim(name)
+    seen = Named(name, build(Backbone, words, "backbone"))
+    check_looks(seen)
+    return seen
+
+
+def check_looks(named: Named) -> None:
+    """BadInput where a backbone cannot tell what its spec asks it for."""
+    name, backbone = named
+    if backbone.layers == "all" and name not in LITE:
+        raise BadInput(f"the layers of {name} are not known; leave out model.layers, or stand on {next(iter(LITE))}")
+    if backbone.tune != "head" and (backbone.looks != "one" or backbone.layers != "last"):
+        raise BadInput("model.looks and model.layers are for a frozen backbone; leave them out, or --tune")
+    if name in LITE and backbone.dim != (wanted := lite_dim(name) if backbone.layers == "all" else DIM):
+        raise BadInput(f"the model wants {backbone.dim} features of {name}, which gives {wanted}")
 
 
 def in_pieces(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ its names and numbers are found by listing the pickle's operations, none of whic
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import math
@@ -145,7 +146,27 @@ class EfficientNetLite(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = _clipped(self.bn1(self.conv_head(x)))
-        return F.adaptive_avg_pool2d(x, 1).flatten(1)
+        return _pooled(x)
+
+    def layered(self, x: Tensor) -> Tensor:
+        """The same features after those of every stage but the first, pooled too: ``[B, layered_dim]``."""
+        x = _clipped(self.bn0(self.conv_stem(x)))
+        ends, seen = self._ends(), []
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            if place in ends:
+                seen.append(_pooled(x))
+        x = _clipped(self.bn1(self.conv_head(x)))
+        return torch.cat([*seen, _pooled(x)], 1)
+
+    @property
+    def layered_dim(self) -> int:
+        return DIM + sum(len(self.blocks[place].project_conv.weight) for place in self._ends())  # type: ignore[arg-type, union-attr]
+
+    def _ends(self) -> list[int]:
+        """The last block of every stage but the first: the next one begins with a block that adds nothing."""
+        begins = [place for place, block in enumerate(self.blocks) if not block.adds]
+        return [place - 1 for place in begins[2:]] + [len(self.blocks) - 1]
 
     def pieces(self) -> list[tuple[str, nn.Module]]:
         """Itself as modules one after another; ``last`` are the last stage, one block, and the convolution after it."""
@@ -166,6 +187,10 @@ class EfficientNetLite(nn.Module):
         return self
 
 
+def _pooled(x: Tensor) -> Tensor:
+    return F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+
 def _rounded(width: float) -> int:
     """The nearest multiple of 8 that is not more than a tenth below."""
     near = max(8, int(width + 4) // 8 * 8)
@@ -174,6 +199,13 @@ def _rounded(width: float) -> int:
 
 def lite_network(name: str) -> EfficientNetLite:
     return EfficientNetLite(LITE[name].wide, LITE[name].deep)
+
+
+@functools.cache
+def lite_dim(name: str) -> int:
+    """How many features all its layers give."""
+    with torch.device("meta"):
+        return lite_network(name).layered_dim
 
 
 def lite_file(name: str) -> Path | None:

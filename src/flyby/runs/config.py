@@ -19,7 +19,7 @@ from flyby.errors import BadInput, unknown
 from flyby.fusion import FUSIONS, Fusion, FusionSettings
 from flyby.meeting.settings import FleetSettings
 from flyby.models import ModelSpec
-from flyby.models.backbones import Tune
+from flyby.models.backbones import Layers, Looks, Tune, seen_as
 from flyby.objectives import OBJECTIVES, Objective, ObjectiveSettings
 from flyby.parcels.codecs import CODECS
 from flyby.runs.attacks import AttackSettings
@@ -34,7 +34,7 @@ class ModelSettings(Grown):
     """The network; sizes, channels and classes come from the data, the head from the objective."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    later = frozenset({"backbone", "backbone_size", "tune", "rank"})
+    later = frozenset({"backbone", "backbone_size", "tune", "rank", "looks", "layers"})
 
     name: str | None = None
     width: float = 1.0
@@ -53,6 +53,12 @@ class ModelSettings(Grown):
         description="what of the backbone is trained and sent beside the head: last, all or lora; default: head, none",
     )
     rank: int | None = Field(None, ge=1, description="of the matrices of tune: lora; default: 4")
+    looks: Looks | None = Field(
+        None, description="what a frozen backbone tells of an image: of it alone (one), or mirrored: the mean of both"
+    )
+    layers: Layers | None = Field(
+        None, description="of a frozen EfficientNet-Lite: all stages, pooled, beside the last features; default: last"
+    )
     projector: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -228,7 +234,7 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
 
 def _spec(asked: ModelSettings, data: Dataset, trains: bool) -> ModelSpec:
     """The network for these images: the architecture that was asked for or one that fits, or one on a backbone."""
-    of_backbone = {"backbone", "backbone_size", "tune", "rank"}
+    of_backbone = ModelSettings.later
     shape = asked.model_dump(exclude={"name", *of_backbone})
     shape |= {"classes": data.classes, "size": data.size, "channels": data.channels, "pixels": data.pixels}
     if asked.backbone is not None:
@@ -237,7 +243,7 @@ def _spec(asked: ModelSettings, data: Dataset, trains: bool) -> ModelSpec:
                 raise BadInput(
                     f"a backbone comes whole, without model.{name}; --set model.projector=[256] puts layers after it"
                 )
-        found = backbone_at(asked.backbone, asked.backbone_size)
+        found = seen_as(backbone_at(asked.backbone, asked.backbone_size), asked.looks or "one", asked.layers or "last")
         # Where nothing is trained, tuning may have been asked for too: of the methods that it is compared with.
         backbone = tuned(found.backbone, asked.tune, asked.rank) if trains else found.backbone
         return ModelSpec(**shape, name=found.name, backbone=backbone)

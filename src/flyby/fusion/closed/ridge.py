@@ -36,12 +36,14 @@ class RidgeSettings(ClosedSettings):
         "gcv", description="how lambda is chosen: generalised cross-validation, or leaving out one parcel at a time"
     )
     normalise: bool = Field(False, description="divide each class's weights by their norm, as Fed3R does")
+    even: bool = Field(False, description="give every feature a spread of 1 first: where layers of several scales meet")
 
 
 @dataclass(frozen=True)
 class Centred:
     """The regression with its constant solved for: ``gram`` [D, D] and ``cross`` [D, C] about the means, the mean
-    feature [D], the classes' shares [C], how much there is to explain, and the mean eigenvalue of the gram."""
+    feature [D], the classes' shares [C], how much there is to explain, the mean eigenvalue of the gram, and what each
+    feature was divided by [D]."""
 
     gram: Tensor
     cross: Tensor
@@ -50,9 +52,10 @@ class Centred:
     targets: float
     images: int
     unit: float
+    scale: Tensor
 
     @classmethod
-    def of(cls, sums: Sums) -> Centred:
+    def of(cls, sums: Sums, even: bool = False) -> Centred:
         n, counts = sums.images, sums.counts.double()
         s, shares = sums.first.sum(0), counts / sums.images
         gram = sums.second - torch.outer(s, s) / n
@@ -60,7 +63,12 @@ class Centred:
         unit = float(gram.diagonal().mean())
         if not unit > n * sums.alike:
             raise BadInput("the features do not differ from image to image, so nothing can be solved from their sums")
-        return cls(gram, cross, s / n, shares, targets, n, unit)
+        scale = torch.ones_like(s)
+        if even:  # noise may leave a spread below nothing
+            scale = (gram.diagonal() / n).clamp_min(1e-6 * unit / n).sqrt()
+            gram, cross, s = gram / torch.outer(scale, scale), cross / scale[:, None], s / scale
+            unit = float(gram.diagonal().mean())
+        return cls(gram, cross, s / n, shares, targets, n, unit, scale)
 
     def factor(self, lam: float) -> Tensor | None:
         """The Cholesky factor at a lambda of this many mean eigenvalues; None where rounding leaves none."""
@@ -76,7 +84,7 @@ class Centred:
         if factor is None:
             raise BadInput(f"the sums are singular at lambda {lam:g}; raise it with --set fusion.lam=...")
         weight = torch.cholesky_solve(self.cross, factor).T
-        return Linear(weight, self.shares - weight @ self.mean)
+        return Linear(weight / self.scale, self.shares - weight @ self.mean)
 
 
 class Ridge(ClosedForm):
@@ -87,15 +95,15 @@ class Ridge(ClosedForm):
     settings: RidgeSettings
 
     def solve(self, sums: Contributions, server: Server) -> Linear:
-        lam, tried = self.settings.lam, list[float]()
+        lam, tried, even = self.settings.lam, list[float](), self.settings.even
         if lam is None:
             by_sites = self.settings.choose == "sites"
-            tried = left_out(sums) if by_sites else cross_validated(Centred.of(sums.total))
+            tried = left_out(sums, even) if by_sites else cross_validated(Centred.of(sums.total, even))
             if not any(math.isfinite(one) for one in tried):
                 raise BadInput("no lambda can be told from these sums; give one with --set fusion.lam=0.01")
             lam = GRID[tried.index(min(tried))]
         server.report.append(_section(lam, tried, self.settings.choose, sums.total))
-        head = Centred.of(sums.total).solved(lam)
+        head = Centred.of(sums.total, even).solved(lam)
         if not self.settings.normalise:
             return head
         norm = head.weight.norm(dim=1).clamp_min(1e-30)
@@ -129,7 +137,7 @@ def _score(one: Centred, lam: float) -> float:
     return max(rss, 0.0) / one.images / free**2 if free > 0 else math.inf
 
 
-def left_out(sums: Contributions) -> list[float]:
+def left_out(sums: Contributions, even: bool) -> list[float]:
     """The squared error of each lambda of the grid, summed over parcels, each by the head that was solved without
     it."""
     if sums.sent.noise is not None:
@@ -138,7 +146,7 @@ def left_out(sums: Contributions) -> list[float]:
         raise BadInput("choose=sites leaves out one parcel at a time, and there is one; use --set fusion.choose=gcv")
     scores = [0.0] * len(GRID)
     for own in sums:
-        rest = Centred.of(sums.total - own)
+        rest = Centred.of(sums.total - own, even)
         for place, lam in enumerate(GRID):
             try:
                 scores[place] += squared_error(rest.solved(lam), own)
