@@ -5,9 +5,10 @@
 Everything here is a fixed function of one image, so sums of it add over sites and the fit is the centralised one for
 any split: the mean over an image and its mirror, several sizes, pooled maps of earlier stages beside the last
 (``layers``), random ReLU features beside those. What is chosen here is asked for by ``--set model.looks=mirrored``,
-``model.layers=all``, ``fusion.even=true`` and the statistic's ``random=``. Ridge by its closed form in float64. A fifth of the training images
-chooses lambda and is what recipes are compared on; the test images judge every recipe after a fit on all training
-images, and choose nothing.
+``model.layers=all``, ``fusion.even=true`` and the statistic's ``random=``.
+
+Ridge by its closed form in float64. A fifth of the training images chooses lambda and is what recipes are compared on;
+the test images judge every recipe after a fit on all training images, and choose nothing.
 """
 
 from __future__ import annotations
