@@ -85,7 +85,7 @@ def driven(commands: list[Any], script: str = DRIVER) -> list[dict[str, Any]]:
 
 def zeros(spec: ModelSpec, sender: str = "evil", **more: Any) -> Parcel:
     weights = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in spec.shapes().items()}
-    names = [f"c{i}" for i in range(spec.classes)]
+    names = ["rows", "columns", "checks"] if spec.classes == 3 else [f"c{i}" for i in range(spec.classes)]
     return parcel.make(
         sender=sender, method="fedavg", spec=spec, class_names=names, samples=3, counts=None, weights=weights, **more
     )

@@ -65,7 +65,9 @@ def test_a_signed_folder_is_used_by_those_who_trust_its_signer(place: Path, tmp_
         (tmp_path / "run" / "global" / path.name).write_bytes(path.read_bytes())
     told = done("sign", tmp_path / "run", "--key", place / "lab.key", "--json").json  # a run folder means its model
     assert told["sender"] == "lab"
-    assert told["files"] == ["README.md", "ledger.json", "model.json", "model.pt2", "model.safetensors"]
+    assert told["files"] == [
+        *("README.md", "ledger.json", "model.json", "model.pt2", "model.safetensors", "report.html"),
+    ]
     model, trust = tmp_path / "run" / "global", ("--trust", place / "trust.json", "--require-signed")
     assert done(*asked(place, model, *trust)).err == ""
     data = tmp_path / "data.npz"

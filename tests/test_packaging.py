@@ -133,7 +133,7 @@ def test_studies_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert "aurora-digits " in execute(flyby, "study", "--list", cwd=tmp_path)
     (tmp_path / "one.yaml").write_text("title: One\nmethods: [fedavg]\nclients: [2]\nepochs: 1\nmodel: mlp\n")
     answer = execute(flyby, "study", "one.yaml", "--engine", "inline", cwd=tmp_path)
-    assert answer == "1 cells done, 0 left; table: results/one.md\n"
+    assert answer == "1 cell, all done now; table written to results/one.md\n"
     for name in ("aurora-digits", "rules-cifar10"):  # its rows give the repository's tables, published figures too
         shutil.copy(ROOT / "results" / f"{name}.jsonl", tmp_path / "results")
         execute(flyby, "study", name, "--render", cwd=tmp_path)

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from flyby.data.arrays import bundle_from, bundle_from_torch
+from flyby.data.classes import fitted, listed_site
 from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.federation import Data, Sites
 from flyby.data.settings import DataSettings
-from flyby.data.site import Site
+from flyby.data.site import Site, part_of
 from flyby.engines.engine import engine_named
 from flyby.engines.jobs import Job
 from flyby.errors import BadInput, unknown
 from flyby.fusion.base import Server
+from flyby.fusion.card import held_by
 from flyby.fusion.evaluation import accuracy, check_fit, per_class, scores_of
 from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
 from flyby.machine import as_a_site, pick_device
@@ -132,15 +134,18 @@ def train(
     device: str = "auto",
     folder: Path | str | None = None,
     settings: Mapping[str, Any] | None = None,
+    classes: Sequence[str] | None = None,
     **words: Any,
 ) -> Parcel:
     """Train one site on its own data and return the one parcel it sends. With ``folder`` an interrupted training goes
-    on where it stopped.
+    on where it stopped. ``classes`` are the names of all sites' classes, where some may lack a few: the network is then
+    for all of them.
 
     >>> site = flyby.load("digits").split(clients=3, alpha=0.5)[0]
     >>> flyby.train(site, method="fedavg", epochs=1).manifest.sender
     'site-0'
     """
+    site = site if classes is None else listed_site(site, classes)
     recipe, where = recipe_for(site, method, settings=settings, **words), pick_device(device)
     with as_a_site(where):
         return train_site(
@@ -234,17 +239,19 @@ class Model:
         found: npt.NDArray[np.float32] = self.predictor.chances(self.scores(images)).numpy()
         return found
 
-    def evaluate(self, data: Dataset | DataBundle | Site) -> Judged:
-        """Accuracy on labelled images; of a whole bundle or site, on its test images."""
+    def evaluate(self, data: Dataset | DataBundle | Site, *, skip_unknown: bool = False) -> Judged:
+        """Accuracy on labelled images, whose classes are matched by name; of a whole bundle or site, on its test
+        images. Classes that the model does not know are refused, or with ``skip_unknown`` left out."""
         judged = data if isinstance(data, Dataset) else data.test
         if judged is None or not len(judged):
             raise BadInput("there are no test images to judge by; name labelled images, such as data.train")
-        if isinstance(judged, Dataset):
-            check_fit(self.predictor, judged)
-            images, labels = judged.tensors()
-        else:
-            images, labels = judged.images, judged.labels
-        scores, classes = self.scores(images), len(self.class_names)
+        if not isinstance(judged, Dataset):
+            assert isinstance(data, Site)
+            pixels, numbers = (part.cpu().numpy() for part in (judged.images, judged.labels))
+            judged = Dataset(pixels, numbers, data.class_names, data.origin)
+        check_fit(self.predictor, judged)
+        part = part_of(fitted(judged, self.class_names, skip=skip_unknown)[0])
+        labels, scores, classes = part.labels, self.scores(part.images), len(self.class_names)
         pairs = labels.cpu() * classes + scores.argmax(1)
         confusion = torch.bincount(pairs, minlength=classes * classes).view(classes, classes)
         by_class = dict(zip(self.class_names, per_class(scores, labels, classes), strict=True))
@@ -281,7 +288,8 @@ def fuse(
     methods = [m.method for m in inbox.manifests]
     rule = rule_named(fusion or rule_for(methods), assignments(settings), methods)
     predictor = rule.fuse(inbox, Server(proxy, seed, pick_device(device)))
-    return Model(predictor, device=device, card={"fusion": rule.name, "sites": len(inbox)})
+    card = {"fusion": rule.name, "sites": len(inbox), "held": held_by(inbox.manifests)}
+    return Model(predictor, device=device, card=card)
 
 
 def load_model(
@@ -322,6 +330,8 @@ def orient(
     >>> flyby.orient(own, received, sites[0], variant="fol-n", settings={"epochs": 1})
     <Model single of 1 x cnn-small, 10 classes>
     """
+    if own.manifest.class_names != site.class_names:
+        site = listed_site(site, own.manifest.class_names)
     check_site(own, site, variant)
     chosen = build(OrientSettings, {**stage_defaults(site.size, variant)[1], **(settings or {})}, "orient")
     made: Personal = personalise(own, received, site, chosen, seed=seed, device=pick_device(device), variant=variant)

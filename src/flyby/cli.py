@@ -12,7 +12,6 @@ import sys
 from typing import Annotated
 
 import typer
-import typer.core
 
 from flyby import __version__
 from flyby.commands import flower, keys
@@ -21,33 +20,39 @@ from flyby.commands.backbones import backbones
 from flyby.commands.bench import bench
 from flyby.commands.data import data
 from flyby.commands.evaluate import evaluate
+from flyby.commands.export import export
 from flyby.commands.fuse import fuse
 from flyby.commands.inspect import inspect
-from flyby.commands.methods import methods
+from flyby.commands.methods import explain, methods
 from flyby.commands.orient import orient
 from flyby.commands.predict import predict
 from flyby.commands.report import report
 from flyby.commands.run import run
+from flyby.commands.serve import serve
 from flyby.commands.sign import sign
 from flyby.commands.study import study
 from flyby.commands.train import train
 from flyby.errors import FlybyError
 
-typer.core.HAS_RICH = False  # help is plain text here, and Typer would still put a backslash before every [default]
 app = typer.Typer(
     name="flyby",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",  # "rich" would take [x>=1] in a sentence for a colour, and keep the docstrings' lines
     help="One-shot federated learning: every participant's model crosses the wire exactly once.",
 )
-for command in (
-    *(run, train, inspect, fuse, orient, evaluate, predict),
-    *(report, study, methods, data, backbones, audit, bench, sign),
-):
-    app.command()(command)
-app.add_typer(keys.app, name="keys")
-app.add_typer(flower.app, name="flower")
+PANELS = {
+    "A whole federation on one machine": (run, report, study, bench),
+    "Real sites, a server, nodes that meet": (
+        *(train, inspect, fuse, orient, evaluate, predict, serve, export, audit, sign),
+    ),
+    "What there is": (methods, explain, data, backbones),
+}
+for title, commands in PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=title)(command)
+for name, group in (("keys", keys), ("flower", flower)):
+    app.add_typer(group.app, name=name, rich_help_panel="Real sites, a server, nodes that meet")
 
 
 @app.callback(invoke_without_command=True)

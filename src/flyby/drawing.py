@@ -3,6 +3,8 @@
 A function under :class:`Drawing` is called as ``draw(key, label, ...)``: ``key`` names the figure (its ids carry it, so
 that many figures can share one page), ``label`` is what a screen reader says; ``draw.figure(...)`` is the same drawing
 as a figure of matplotlib. Text stays text, one SVG unit is one CSS pixel, and equal input gives equal bytes.
+``draw.both(...)`` is for pages: drawn a second time for a phone (functions that ask :func:`wide` for their room can be
+called so), with the style's colours as CSS variables, so that a page can have dark ones.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from html import escape
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec
 
@@ -29,7 +32,15 @@ P = ParamSpec("P")
 # Okabe and Ito's colour-blind-safe palette, without black (the text) and yellow (too faint for a line on white).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B6B6B")
 INK, MUTED, RULE, ACCENT, QUIET = "#1c2430", "#5c6673", "#e4e7eb", "#0072B2", "#a9bccb"
-WIDTH = 920
+GRID = "#eef0f3"
+ON_LIGHT, ON_DARK = "#1c2431", "#fffffe"  # text on a tinted cell, which is the same by day and by night
+WIDTH, NARROW = 920, 354  # a page; a phone of 390 pixels without its margins
+_WIDE: ContextVar[float] = ContextVar("wide", default=WIDTH)
+# What a page may give other values to.
+VARIABLES = {
+    **{INK: "ink", MUTED: "muted", RULE: "rule", QUIET: "quiet", GRID: "grid", "#ffffff": "paper"},
+    **{colour.lower(): f"c{i}" for i, colour in enumerate(PALETTE)},
+}
 
 LETTER = 6.8  # pixels, a fair mean for 12 px sans-serif
 STYLE: dict[str, Any] = {
@@ -46,7 +57,7 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "grid.color": "#eef0f3",
+    "grid.color": GRID,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.major.size": 0.0,
@@ -76,6 +87,17 @@ class Drawing(Generic[P]):
         with _styled({"svg.hashsalt": key}):
             self.draw(*args, **kwargs).savefig(out, format="svg", transparent=True, metadata={"Date": None})
         return _inline(out.getvalue(), key, label)
+
+    def both(self, key: str, label: str, /, *args: P.args, **kwargs: P.kwargs) -> str:
+        """For wide screens and for phones; the page's style shows one of them, and only that one is spoken."""
+        wide = self(key, label, *args, **kwargs)
+        token = _WIDE.set(NARROW)
+        try:
+            narrow = self(f"{key}-n", label, *args, **kwargs)
+        finally:
+            _WIDE.reset(token)
+        both = wide.replace("<svg ", '<svg class="wide" ', 1) + narrow.replace("<svg ", '<svg class="narrow" ', 1)
+        return re.sub(r"(?<=: )#[0-9a-f]{6}\b", _variable, both)
 
     def figure(self, *args: P.args, **kwargs: P.kwargs) -> Figure:
         with _styled():
@@ -132,6 +154,16 @@ def _inline(svg: str, key: str, label: str) -> str:
     ).strip()
 
 
+def wide() -> float:
+    """How many pixels there are from left to right."""
+    return _WIDE.get()
+
+
+def _variable(colour: re.Match[str]) -> str:
+    name = VARIABLES.get(colour[0])
+    return f"var(--{name},{colour[0]})" if name else colour[0]
+
+
 def canvas(height: float) -> Figure:
     """An empty figure as wide as a page."""
     from matplotlib.figure import Figure
@@ -142,13 +174,13 @@ def canvas(height: float) -> Figure:
             self.savefig(out, format="png", facecolor="white")
             return out.getvalue()
 
-    return Page(figsize=(WIDTH / 72, height / 72), dpi=72)
+    return Page(figsize=(wide() / 72, height / 72), dpi=72)
 
 
 def place_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
     """Axes placed in pixels from the top left corner, as on the page."""
     total = figure.get_figheight() * 72
-    return figure.add_axes((left / WIDTH, 1 - (top + height) / total, width / WIDTH, height / total))
+    return figure.add_axes((left / wide(), 1 - (top + height) / total, width / wide(), height / total))
 
 
 def room(labels: Sequence[str], least: float = 24) -> float:
@@ -174,12 +206,14 @@ def grid(
     scale stands in."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-    names, heads = [clean(row, 20) for row in rows], [clean(column, 16) for column in columns]
+    names, heads = [clean(row, 20 if wide() > NARROW else 12) for row in rows], [clean(one, 16) for one in columns]
     top = top or float(np.nanmax(values, initial=1.0))
     texts = [[show(v) if math.isfinite(v) else "" for v in row] for row in values]
-    numbers = numbers_fit(len(heads), max((len(t) for row in texts for t in row), default=1))
-    left, right, foot = room(names), room(totals, 40) + 4 if totals else 4.0, 8 if numbers else 46
-    cell = min((WIDTH - left - right) / max(len(heads), 1), 78.0)
+    left, right = room(names), room(totals, 40) + 4 if totals else 4.0
+    cell = min((wide() - left - right) / max(len(heads), 1), 78.0)
+    longest = max((len(t) for row in texts for t in row), default=1)
+    numbers = numbers_fit(len(heads), longest) if wide() > NARROW else cell >= longest * LETTER
+    foot = 8 if numbers else 46
     tall = (28.0 if len(names) <= 16 else 17.0) if numbers else max(11.0, min(24.0, 420 / max(len(names), 1)))
     turned = max(map(len, heads), default=0) * LETTER > cell
     step = max(1, math.ceil(13 / cell)) if turned else 1
@@ -193,7 +227,7 @@ def grid(
     _cells(axes, np.ma.masked_invalid(values), {"cmap": tint, "norm": norm}, line=1.5 if numbers else 0.4)
     for i, row in enumerate(texts if numbers else []):
         for j, text in enumerate(row):
-            color = QUIET if not text else "white" if float(norm(values[i, j])) > 0.66 else INK
+            color = QUIET if not text else ON_DARK if float(norm(values[i, j])) > 0.66 else ON_LIGHT
             axes.text(j, i, text or "·", ha="center", va="center", fontsize=12 if tall > 20 else 11, color=color)
     axes.set_xticks(
         range(0, len(heads), step), heads[::step], rotation=90 if turned else 0, fontsize=12 if cell > 13 else 10
@@ -232,7 +266,7 @@ def _totals(axes: Axes, totals: Sequence[str], edge: float, small: float) -> Non
 def _scale(
     figure: Figure, left: float, top: float, tint: Any, norm: Any, most: float, show: Callable[[float], str], unit: str
 ) -> None:
-    axes = place_axes(figure, left, top, 220, 9)
+    axes = place_axes(figure, left, top, min(220, wide() - left - 30), 9)
     axes.imshow(
         np.linspace(0, most, 200)[None], cmap=tint, norm=norm, aspect="auto", interpolation="none", extent=(0, 1, 0, 1)
     )

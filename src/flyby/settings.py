@@ -61,8 +61,16 @@ def build(kind: type[Typed], values: Mapping[str, Any], where: str) -> Typed:
         name, reason, why, value = complaint(error, value=True)
         if why == "extra_forbidden":
             raise unknown(f"{where} setting", name, kind.model_fields) from None
+        if why == "missing":
+            raise BadInput(f"{where} does not say its {name}; add it") from None
         given = f"{where}.{name} = {value!r} will not do" if name else f"these {where} settings will not do"
         raise BadInput(f"{given}: {reason[0].lower()}{reason[1:]}") from None
+
+
+def described(kind: type[BaseModel], name: str) -> str:
+    """The sentence of one setting: its own, or that of the class it was first written in."""
+    fields = (getattr(one, "model_fields", {}).get(name) for one in kind.__mro__)
+    return next((field.description for field in fields if field is not None and field.description), "")
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -94,7 +94,6 @@ def test_what_cannot_be_taken_is_one_sentence() -> None:
     assert "labels is float64" in refused(COLOUR, LABELS.astype(float))
     assert "outside 0..2" in refused(COLOUR, LABELS - 1, ["a", "b", "c"])
     assert "looks like an identifier" in refused(COLOUR, LABELS * 10**6)
-    assert "names only 1 class" in refused(COLOUR, LABELS * 0)
     assert "the same name" in refused(COLOUR, LABELS, ["a", "b", "a"])
     assert "these are 6x5x3 and 6x5x1" in refused(COLOUR, LABELS, test=(GREY, LABELS))
     assert "labels of test" in refused(COLOUR, LABELS, test=(COLOUR, LABELS[1:]))

@@ -15,7 +15,7 @@ from PIL import Image
 
 from factories import call, done, make_images, make_npz, one_line, result_of
 from flyby.data import cache as store
-from flyby.data import sources
+from flyby.data import photos, sources
 from flyby.data.arrays import bundle_from
 from flyby.data.dataset import channel_statistics
 from flyby.data.site import site_of, whole_site
@@ -120,12 +120,12 @@ def test_photographs_in_tiff_files_stay_photographs(tmp_path: Path, monkeypatch:
     for channels in (1, 3, 4):
         image = make_images(1, channels=channels)[0]
         Image.fromarray(image[:, :, 0] if channels == 1 else image).save(tmp_path / "a.tif")
-        read = store.decode(tmp_path / "a.tif")
+        read = photos.decode(tmp_path / "a.tif")
         assert read.dtype == np.uint8
         assert read.shape == (8, 8, min(channels, 3))
         assert channels == 4 or np.array_equal(read, image)
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
-    assert store.decode(tmp_path / "deep.png").dtype == np.uint8, "only TIFF keeps 16 bits"
+    assert photos.decode(tmp_path / "deep.png").dtype == np.uint8, "only TIFF keeps 16 bits"
 
 
 def test_without_tifffile_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_other_sizes_keep_the_numbers(tmp_path: Path) -> None:
     assert small.images.dtype == np.uint16
     assert np.array_equal(small.images, tiles[:, :4, :4])
     ramp = np.linspace(-50, 50, 8, dtype=np.float32)[None, :, None].repeat(8, 0).repeat(2, 2)
-    halved = store.decode(ramp, (4, 4))
+    halved = photos.decode(ramp, (4, 4))
     assert halved.dtype == np.float32
     assert np.allclose(halved[0, :, 0], -halved[0, ::-1, 0], atol=1e-4)
 
@@ -309,7 +309,7 @@ def test_a_run_reads_the_tiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object) -> None:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(store, "decode", fail)
+    monkeypatch.setattr(store, "seen", fail)
     done(*words, "--method", "ensemble", *views, "--engine", "inline", "--out", tmp_path / "two")
     one, two = result_of(tmp_path / "one"), result_of(tmp_path / "two")
     assert one["accuracy"] == two["accuracy"] > 0.5

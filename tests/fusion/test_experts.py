@@ -616,4 +616,14 @@ def test_experts_on_any_order_of_arrival() -> None:
 
 def test_what_people_read_is_each_class_share_of_all_that_was_said() -> None:
     shares = ExpertsPredictor([MLP], NAMES).chances(torch.tensor([[0.6, 0.2, -0.1], [0.0, 0.0, 0.0]]))
-    assert shares.tolist() == [pytest.approx([0.75, 0.25, 0.0]), [0.0, 0.0, 0.0]]
+    assert shares.tolist() == [pytest.approx([0.75, 0.25, 0.0]), pytest.approx([1 / 3] * 3)]  # nothing was said for any
+
+
+def test_shares_add_up_to_one_also_where_everything_was_said_against() -> None:
+    """Cosines may all be negative: the answer is still the largest score, and not class 0 with no share at all."""
+    predictor = ExpertsPredictor([MLP], NAMES, [MLP.build()])
+    shares = predictor.chances(torch.tensor([[-0.5, -0.1, -0.9], [0.0, 0.0, 0.0], [1.0, 3.0, -2.0]]))
+    assert torch.allclose(shares.sum(1), torch.ones(3))
+    assert shares.argmax(1).tolist()[::2] == [1, 1]
+    assert torch.allclose(shares[0], torch.tensor([-0.5, -0.1, -0.9]).softmax(0))
+    assert torch.allclose(shares[2], torch.tensor([0.25, 0.75, 0.0]))

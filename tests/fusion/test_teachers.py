@@ -421,7 +421,7 @@ def test_the_command_makes_one_network_and_compares(tmp_path: Path) -> None:
     assert facts["compact"]["student"]["ms_per_image"] > 0
     card = (tmp_path / "one" / "README.md").read_text()
     assert "- teacher: ensemble:mean=logits" in card
-    assert "single of 1 network(s)" in card
+    assert "single of one network" in card
     assert "does not go with" in one_line(call(*words[:4], "--add", tmp_path / "0.parcel", "--out", tmp_path / "two"))
 
 

@@ -212,7 +212,7 @@ def test_what_cannot_be_used_is_refused_with_a_reason_and_the_round_goes_on(
     assert [row["sender"] for row in made.rows] == ["n1", "self"]
     log = "\n".join(made.log)
     for reason in (
-        "refused other-classes: its 3 classes are not this node's 3",
+        "refused other-classes: it knows none of this node's classes, but a, b, c",
         "refused other-size: it takes 12x12x1 images",
         "refused n2: its weights are not finite",
         "refused n3: it crashes on a batch of images (RuntimeError",

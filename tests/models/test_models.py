@@ -444,8 +444,8 @@ def test_a_spec_inside_another_model_survives_json_and_keeps_its_errors() -> Non
 
     manifest = Manifest(spec=a_spec(mean=(0.1, 0.2, 0.3)))
     assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest
-    with pytest.raises(BadInput, match="classes is 1"):
-        Manifest.model_validate_json(manifest.model_dump_json().replace('"classes":10', '"classes":1'))
+    with pytest.raises(BadInput, match="classes is 0"):
+        Manifest.model_validate_json(manifest.model_dump_json().replace('"classes":10', '"classes":0'))
 
 
 def test_specs_are_values() -> None:
@@ -466,7 +466,7 @@ def test_specs_are_values() -> None:
         ({"head": "prototypes"}, "unknown head 'prototypes'; did you mean 'prototype'"),
         ({"widths": {"conv9": 3}}, "unknown width of cnn-small 'conv9'; did you mean 'conv"),
         ({"stems": "cifar"}, "unknown model spec key 'stems'; did you mean 'stem'"),
-        ({"classes": 1}, "classes is 1"),
+        ({"classes": 0}, "classes is 0"),
         ({"classes": True}, "classes is True"),
         ({"classes": "10"}, "classes is '10'"),
         ({"channels": 65}, "channels is 65"),

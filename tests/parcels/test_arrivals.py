@@ -305,6 +305,37 @@ def test_at_the_deadline_the_quorum_is_enough_and_what_is_late_is_named(inbox: P
     assert arrivals.row()["late"] == ["dan.parcel"]
 
 
+def test_enough_end_the_wait_once_nothing_more_comes(inbox: Path) -> None:
+    clock = Clock(*((at, lambda name=name: put(inbox, name)) for at, name in ((20, "ann"), (30, "bob"), (37, "cid"))))
+    arrivals = wait(inbox, Quorum.of(None, 2), clock, deadline=7200)
+    assert arrivals.senders == ["ann", "bob", "cid"], "one that comes while it settles is taken along"
+    assert 47 <= arrivals.waited <= 53, "ten seconds after the last, not two hours"
+    assert wait(inbox, Quorum.of(None, 2), deadline=None).waited == pytest.approx(10, abs=0.01), "it needs no deadline"
+
+
+def test_a_file_that_grows_puts_off_the_end_and_the_deadline_does_not_wait_for_it(inbox: Path) -> None:
+    put(inbox, "ann")
+    whole, slow = BYTES["bob"], inbox / "bob.parcel"
+    parts = [(at, lambda n=n: slow.write_bytes(whole[: 100 * n])) for n, at in enumerate((5, 12, 19), 1)]
+    arrivals = wait(inbox, Quorum.of(None, 1), Clock(*parts, (26, lambda: slow.write_bytes(whole))), deadline=3600)
+    assert arrivals.senders == ["ann", "bob"]
+    slow.write_bytes(whole[:300])
+    growing = Clock(*((at, lambda n=at: slow.write_bytes(whole[: 300 + n])) for at in range(1, 60, 4)))
+    arrivals = wait(inbox, Quorum.of(None, 1), growing, deadline=30)
+    assert (arrivals.senders, list(arrivals.unfinished)) == (["ann"], ["bob.parcel"])
+    assert arrivals.waited == pytest.approx(30, abs=0.01)
+
+
+def test_too_few_wait_for_the_whole_deadline_and_who_says_nothing_does_too(inbox: Path) -> None:
+    put(inbox, "ann")
+    with pytest.raises(BadInput, match="1 of at least 2 sites came"):
+        wait(inbox, Quorum.of(None, 2), deadline=60)
+    assert wait(inbox, Quorum.of(None, None), deadline=60).waited == pytest.approx(60, abs=0.01)
+    away = Clock((9, lambda: (inbox / "ann.parcel").unlink()), (40, lambda: put(inbox, "bob")))
+    arrivals = wait(inbox, Quorum.of(None, 1), away, deadline=3600)
+    assert (arrivals.senders, 50 <= arrivals.waited <= 56) == (["bob"], True), "one that is taken back no longer counts"
+
+
 def test_what_is_there_at_the_very_deadline_still_counts(inbox: Path) -> None:
     arrivals = wait(inbox, Quorum.of(None, 1), Clock((60, lambda: put(inbox, "ann"))), deadline=60)
     assert arrivals.senders == ["ann"]
@@ -324,7 +355,7 @@ def test_too_few_at_the_deadline_is_one_line_that_says_who_came(inbox: Path) -> 
 
 
 def test_a_wait_that_nothing_would_end_is_refused(inbox: Path) -> None:
-    with pytest.raises(BadInput, match="nothing would end the wait; add --deadline 2h, or --expect"):
+    with pytest.raises(BadInput, match="nothing would end the wait; add --deadline 2h, --min-sites N, or --expect"):
         wait(inbox, Quorum(), deadline=None)
     with pytest.raises(BadInput, match="is not a folder"):
         wait(inbox / "absent", Quorum(1))

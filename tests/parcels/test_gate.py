@@ -383,7 +383,7 @@ def test_an_older_model_is_made_again_of_its_own_files_only(honest: list[Parcel]
 def test_the_same_file_twice_and_foreign_validation_images_are_one_line(inbox: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "out", "--no-export")
     assert "named twice" in one_line(call("fuse", inbox / "n0.parcel", inbox / "n0.parcel", *out))
-    assert "other classes" in one_line(call("fuse", inbox / "n0.parcel", *out, "--validation", "digits"))
+    assert "classes that no parcel knows" in one_line(call("fuse", inbox / "n0.parcel", *out, "--validation", "digits"))
     assert "more than the 10 allowed" in one_line(call("fuse", inbox / "n0.parcel", *out, "--max-bytes", 10))
     assert "--max-parcels" in one_line(call("fuse", inbox / "n0.parcel", inbox / "n1.parcel", *out, "--max-parcels", 1))
     assert not (tmp_path / "out").exists()

@@ -30,6 +30,7 @@ STOPWATCH = {
     "versions",
     "hardware",
     "schema_version",
+    "test_images",
 }
 SMALL = ["--data", "digits", "--clients", "3", "--alpha", "0.3", "--epochs", "2", "--seed", "7", "--quiet"]
 RUNS: dict[str, list[str]] = {
@@ -144,6 +145,7 @@ def of_run(folder: Path) -> dict[str, Any]:
 def of_sites(folder: Path, flyby: Command) -> dict[str, Any]:
     """Two real sites and a server, one command each."""
     common = ["--data", "digits", "--method", "aurora", "--epochs", "2", "--quiet", "--seed", "1"]
+    common += ["--holdout", "0"]  # all images, as sites of a run without validation images
     paths = [folder / "a.parcel", folder / "b.parcel"]
     for path in paths:
         flyby("train", *common, "--out", str(path))

@@ -358,7 +358,7 @@ def test_what_a_node_cannot_do(world: Path, node: Path, tmp_path: Path) -> None:
     images, labels = stripes(60)
     other = make_npz(tmp_path / "other.npz", images=images, labels=labels, class_names=np.array(["x", "y", "z"]))
     before = content(node)
-    assert "for other classes or other images" in said(*words_of(world, node, 2, "--data", other))
+    assert "classes that the node's own model does not know: x" in said(*words_of(world, node, 2, "--data", other))
     assert "is not a folder" in said(*words_of(world, node, 2, "--unlabelled", tmp_path / "nowhere"))
     assert "holds no images" in said(*words_of(world, node, 2, "--unlabelled", world / "1"))
     assert "unknown orient setting" in said(*words_of(world, node, 2, "--set", "tpo=3"))

@@ -24,7 +24,7 @@ from flyby.fusion.weights.average import FedAvg
 from flyby.models import ModelSpec
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
-from flyby.report.track import write_events
+from flyby.report.track import Events, write_events
 from flyby.rng import generator
 from flyby.runs.metrics import consistency, drift, inter_client_std, linear_cka, proto_consistency, proto_matrix_std
 from flyby.study.catalogue import Study, published, read_study, titles
@@ -571,9 +571,12 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     assert "holds no rows yet" in one_line(call("study", "tiny.yaml", "--render"))
     loud = done(*run)
-    assert loud.out == "2 cells done, 0 left; table: results/tiny.md\n"
+    assert loud.out == "2 cells, all done now; table written to results/tiny.md\n"
     assert "fedavg / ensemble / stripes.npz a=1 seed 0: 1.0000 (" in loud.err
-    assert done(*run, "--json", "-q").json == {"done": 0, "left": 0, "merged": 0, "table": "results/tiny.md"}
+    assert done(*run, "--json", "-q").json == {
+        **{"done": 0, "before": 2, "left": 0},
+        **{"merged": 0, "table": "results/tiny.md"},
+    }
     text = (tmp_path / "results" / "tiny.md").read_text()
     assert len(well_formed(text)[0]) == 2 + 2 + 1 + 1, "two cells, the sites alone, and what a paper printed"
     assert "*published: A paper [1]*" in text
@@ -585,7 +588,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert done("study", "tiny.yaml", "--render", "--json").json["left"] == 1
     assert (
         done("study", "tiny.yaml", "--render", "--merge", half).out
-        == "0 cells done, 0 left, 1 rows merged; table: results/tiny.md\n"
+        == "2 cells, all done before, 1 rows merged; table written to results/tiny.md\n"
     )
     assert path.read_text() == whole
     assert (tmp_path / "results" / "tiny.md").read_text() == text
@@ -876,6 +879,34 @@ def test_tracked_runs_can_be_read_by_tensorboard(data: Path, tmp_path: Path) -> 
     both = tmp_path / "both"
     done(*words(data, both, "--method", "local,fedavg", "--track", "--epochs", 1))
     assert sorted(p.parent.parent.name for p in both.glob("*/tensorboard/site-0")) == ["fedavg", "local"]
+
+
+def test_rows_can_be_seen_while_it_trains(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
+    out, seen = tmp_path / "out", list[int]()
+    monkeypatch.setattr("flyby.report.track.write_events", lambda folder: pytest.fail("all rows were seen live"))
+    told = Events.add
+
+    def add(self: Events, row: dict[str, Any]) -> None:
+        told(self, row)
+        assert not (out / "metrics.jsonl").exists(), "which is written when all have trained"
+        seen.append(len(scalars(out / "tensorboard" / row["site"])["loss"]))
+
+    monkeypatch.setattr(Events, "add", add)
+    done(*words(data, out, "--method", "fedavg", "--track"))
+    assert seen == [1, 2, 3, 1, 2, 3]
+
+
+def test_several_rules_in_one_run_share_their_uploads(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = done(*words(data, out, "--method", "fafi,fedavg", "--fusion", "fedavg,experts", "--json")).json
+    assert list(found) == ["fafi-fedavg", "fafi-experts", "fedavg-fedavg", "fedavg-experts"]
+    assert [one["trained"] for one in found.values()] == [2, 0, 2, 0], "two sites, trained once for both rules"
+    assert [one["fusion"] for one in found.values()] == ["fedavg", "experts"] * 2
+    page = (out / "report.html").read_text()
+    assert all(f'<th scope="row">{name}</th>' in page for name in found)
+    again = done(*words(data, out, "--method", "fafi,fedavg", "--fusion", "fedavg,experts", "--resume"))
+    assert [line.split()[0] for line in again.out.splitlines()] == [*found, "report:"]
 
 
 def test_odd_rows_are_passed_over(tmp_path: Path) -> None:

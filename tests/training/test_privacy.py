@@ -27,6 +27,7 @@ from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels.parcel import Manifest, to_bytes
 from flyby.rng import generator
 from flyby.statistics.masked_sums import ROUND
+from flyby.statistics.temperature import NAME as TEMPERATURE
 from flyby.training.loop import Row, Trained
 from flyby.training.privacy import Budget, PrivateTraining, check_privacy, clipped_sum, draws, per_sample_gradients
 from flyby.training.settings import TrainSettings
@@ -438,6 +439,7 @@ def test_every_field_of_a_parcel_is_in_the_table_and_the_other_way_round() -> No
             sent |= {f"meta.{key}" for key in made.meta} | {f"provenance.{key}" for key in made.provenance}
     sent |= {f"provenance.{key}" for key in trained().parcel.manifest.provenance}
     sent |= {f"meta.{key}" for key in ROUND}  # of masked parcels
+    sent |= {f"meta.{TEMPERATURE}"}  # of real sites
     assert documented() == sent | {"meta.version", "provenance.oriented from", "provenance.round"}  # of orient
 
 

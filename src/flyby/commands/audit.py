@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from flyby.commands.common import Device, Json, Size, say
+from flyby.commands.common import Device, Json, ModelSize, NameOptions, grouped, note, say
 from flyby.errors import BadInput
 
 
+@grouped
 def audit(
+    *,
     model: Annotated[
         Path, typer.Argument(help="A .parcel, a fused folder, or a run folder, whose own split is then used.")
     ],
@@ -21,7 +23,8 @@ def audit(
         str | None, typer.Option(help="Data of the same kind that it was not: its test images, or all.")
     ] = None,
     seed: Annotated[int, typer.Option(help="For the bootstrap.")] = 0,
-    size: Size = None,
+    size: ModelSize = None,
+    naming: NameOptions,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -30,7 +33,17 @@ def audit(
     from flyby.study.audit import audit_model, audit_run, is_run
 
     if members is not None and others is not None:
-        facts = audit_model(model, members, others, size=size, device=pick_device(device), seed=seed)
+        facts = audit_model(
+            model,
+            members,
+            others,
+            size=size,
+            device=pick_device(device),
+            seed=seed,
+            rename=naming.renamed,
+            skip=naming.skip_unknown,
+        )
+        note(facts["notes"])
         say(facts, as_json, "\n".join(_lines(facts)))
     elif members is None and others is None and is_run(model):
         found = dict(audit_run(model, device=pick_device(device), seed=seed))

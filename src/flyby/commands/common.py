@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from flyby.data.dataset import DataBundle
     from flyby.models.cost import Limits
     from flyby.parcels.arrivals import Arrivals, Waiting
 
@@ -37,7 +39,14 @@ Compiled = Annotated[
     str | None,
     typer.Option("--compile", help="How a GPU takes training steps: auto, off, graph or full; as train.compile."),
 ]
-Size = Annotated[int | None, typer.Option(help="Resize images to this many pixels a side.")]
+Size = Annotated[
+    int | None,
+    typer.Option(help="Pixels a side that images get, from the middle; else small ones stay, mixed or large get 64."),
+]
+ModelSize = Annotated[int | None, typer.Option(help="Pixels a side; by default what the model takes.")]
+TestDir = Annotated[
+    str | None, typer.Option("--test-dir", metavar="DATA", help="Own test images, as --data names them.")
+]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 Epochs = Annotated[int | None, typer.Option(help="Local epochs.")]
 Architecture = Annotated[str | None, typer.Option(help="Architecture; by default one that fits the images.")]
@@ -58,6 +67,10 @@ Rule = Annotated[str | None, typer.Option(help="Another server rule than the met
 MinSize = Annotated[int | None, typer.Option(help="Fewest samples a site may hold.")]
 Export = Annotated[bool, typer.Option(help="Also write model.pt2, which plain PyTorch loads.")]
 ModelFolder = Annotated[Path, typer.Argument(help="A fused folder, a run folder or a .parcel.")]
+Licence = Annotated[
+    str | None,
+    typer.Option("--license", metavar="NAME", help="The model's licence, for its card: apache-2.0, cc-by-4.0, other."),
+]
 TrustFile = Annotated[Path | None, typer.Option("--trust", help="Whose key is whose: a file of `flyby keys trust`.")]
 MaxParameters = Annotated[
     int | None, typer.Option(min=1, help="Most numbers that a network may have; 250 million by default.")
@@ -113,6 +126,25 @@ class LimitOptions:
 
 
 @dataclass(frozen=True)
+class NameOptions:
+    """What images whose classes have other names than a model's are taken for."""
+
+    synonyms: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Other names of classes, `old: new` on each line, such as Pferd: horse."),
+    ] = None
+    skip_unknown: Annotated[
+        bool, typer.Option("--skip-unknown", help="Leave out images of classes that the model does not know.")
+    ] = False
+
+    def renamed(self, bundle: DataBundle) -> DataBundle:
+        """The images under the names that --synonyms gives their classes."""
+        from flyby.data.classes import prepared, read_synonyms
+
+        return bundle if self.synonyms is None else prepared(bundle, read_synonyms(self.synonyms), None)
+
+
+@dataclass(frozen=True)
 class GateOptions:
     """Whom a command that takes parcels lets in."""
 
@@ -161,11 +193,18 @@ class WatchOptions:
     poll: Annotated[
         str, typer.Option(metavar="DURATION", help="With --watch: the longest pause between two looks at the folder.")
     ] = "5s"
+    settle: Annotated[
+        str,
+        typer.Option(
+            metavar="DURATION",
+            help="With --watch and --min-sites: once enough are there, go on when nothing has come for so long.",
+        ),
+    ] = "10s"
 
     def waiting(self, watch: bool, min_sites: int | None) -> Waiting | None:
         from flyby.parcels.arrivals import Waiting
 
-        return Waiting.of(watch, self.deadline, self.expect, min_sites, self.poll)
+        return Waiting.of(watch, self.deadline, self.expect, min_sites, self.poll, self.settle)
 
 
 def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:
@@ -184,6 +223,11 @@ def say(value: Any, as_json: bool, text: str) -> None:
     from flyby.names import printable
 
     print(json.dumps(value, indent=1) if as_json else "\n".join(printable(line) for line in text.split("\n")))
+
+
+def said() -> str:
+    """The command that is running, to be given again."""
+    return shlex.join(["flyby", *sys.argv[1:]])
 
 
 def note(lines: Iterable[str]) -> None:

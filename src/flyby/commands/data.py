@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from flyby.commands.common import Json, Size, say
+from flyby.commands.common import Json, Size, note, say
 
 # Where the sets of the papers come from. flyby fetches only what is named as hf:..., and keeps none of them.
 HUB = "pip install 'flyby[hub]', then --data hf:"
-OWN = "one folder per class, the images of that class in it: --data FOLDER"
+OWN = "one folder per class, the images of that class in it: --data FOLDER; or a table of path,label: --data FILE.csv"
 KAGGLE = "Kaggle: {}; unpack it{}, then --data FOLDER"
 PUBLIC = (
-    ("your own images", "photographs, scans or tiles of any size; give --size N if they differ", OWN),
+    ("your own images", "photographs, scans or tiles of any size (docs/data.md)", OWN),
     ("digits", "1,797 images of 8x8, 10 classes", "nothing to get: --data digits"),
     ("CIFAR-10", "50,000 and 10,000 images of 32x32, 10 classes", f"{HUB}uoft-cs/cifar10"),
     ("CIFAR-100", "50,000 and 10,000 images of 32x32, 100 classes", f"{HUB}uoft-cs/cifar100"),
@@ -83,6 +83,7 @@ def _describe(name: str, size: int | None, as_json: bool) -> None:
         "std": list(std),
         "broken": list(bundle.broken),
     }
+    note(bundle.notes)
     words = [f"--set model.{key}={json.dumps(facts[key], separators=(',', ':'))}" for key in ("mean", "std")]
     lines = [
         f"{name}: {', '.join(f'{count} {part}' for part, count in counts.items())} images,"

@@ -11,12 +11,15 @@ from flyby.commands.common import (
     Json,
     LimitOptions,
     ModelFolder,
+    ModelSize,
+    NameOptions,
     RequireSigned,
-    Size,
     TrustFile,
     grouped,
+    note,
     say,
 )
+from flyby.commands.reports import evaluate_report
 
 
 @grouped
@@ -24,34 +27,37 @@ def evaluate(
     *,
     model: ModelFolder,
     data: Annotated[str, typer.Option(help="Labelled images; the test split where there is one.")],
-    size: Size = None,
+    size: ModelSize = None,
+    naming: NameOptions,
     trust: TrustFile = None,
     require_signed: RequireSigned = False,
     allowed: LimitOptions,
     device: Device = "auto",
+    report: Annotated[bool, typer.Option(help="Also write a page with figures and images beside the model.")] = True,
+    card: Annotated[bool, typer.Option("--card", help="Put the result onto the model's card, its README.md.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Accuracy of a model on labelled data, overall and per class."""
-    from flyby.data.sources import load
+    """What a model is worth on labelled data: accuracy with its interval, each class, and how far to believe it."""
+    from flyby.data.classes import fitted
+    from flyby.data.sources import Reading, load
     from flyby.fusion import load_predictor
-    from flyby.fusion.evaluation import accuracy, evaluate_dataset, per_class
+    from flyby.fusion.card import check_open, noted
+    from flyby.fusion.evaluation import evaluate_dataset
+    from flyby.fusion.predictor import model_folder
     from flyby.machine import pick_device
     from flyby.parcels.signing import Trust
+    from flyby.runs.quality import answering
 
+    if card:
+        check_open(model)
     predictor = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
-    bundle = load(data, size=size, holdout=None)
-    judged = bundle.test or bundle.train
+    predictor = answering(model, predictor, pick_device(device))
+    bundle = load(data, size=size or predictor.size, reading=Reading(channels=predictor.channels), holdout=None)
+    bundle = naming.renamed(bundle)
+    judged, named = fitted(bundle.test or bundle.train, predictor.class_names, data, skip=naming.skip_unknown)
     scores, part = evaluate_dataset(predictor, judged, pick_device(device))
-    by_class = dict(zip(judged.class_names, per_class(scores, part.labels, judged.classes), strict=True))
-    facts = {
-        "model": str(model),
-        "data": data,
-        "images": len(judged),
-        "accuracy": accuracy(scores, part.labels),
-        "per_class": by_class,
-    }
-    lines = [
-        f"accuracy {facts['accuracy']:.4f} on {len(judged)} images",
-        *(f"  {n:<20} {a:.4f}" for n, a in by_class.items() if a is not None),
-    ]
-    say(facts, as_json, "\n".join(lines))
+    note(bundle.notes)
+    facts, lines = evaluate_report(model, predictor, scores, part, data, report)
+    if card:
+        noted(model_folder(model), facts)
+    say({**facts, **named.row()}, as_json, "\n".join([*lines, *named.lines()]))

@@ -13,6 +13,7 @@ from flyby.commands.common import (
     Export,
     GateOptions,
     Json,
+    Licence,
     Set,
     WatchOptions,
     grouped,
@@ -20,6 +21,7 @@ from flyby.commands.common import (
     note_absent,
     say,
 )
+from flyby.commands.reports import fuse_report
 from flyby.errors import BadInput
 
 if TYPE_CHECKING:
@@ -87,8 +89,13 @@ def fuse(
     ] = False,
     min_sites: Annotated[
         int | None,
-        typer.Option(min=1, help="Go on without refused parcels if so many are left; by default all must do."),
+        typer.Option(
+            min=1,
+            help="Go on without refused parcels if so many are left; by default all must do. With --watch: go on as"
+            " soon as so many have come, unless --expect says more.",
+        ),
     ] = None,
+    licence: Licence = None,
     entrance: GateOptions,
     device: Device = "auto",
     settings: Set = None,
@@ -110,15 +117,23 @@ def fuse(
     if target is None:
         raise BadInput("name the folder to write with --out")
     order = Order(target, fusion, settings or (), proxy, validation, min_sites, seed, export, device, keep_bad)
-    order = replace(order, revealed=revealed or (), compact=compact)
+    order = replace(order, revealed=revealed or (), compact=compact, licence=licence)
     if region is not None:
         facts, text, gate = _add_up(given, order, entrance, names)
     elif changes:
         facts, text, gate = _change(given[0], add or [], remove or [], order, entrance)
     else:
         facts, text, gate = _fuse(given, watch, watching, order, entrance)
+        fuse_report(facts, gate)
     note([*(one.line for one in gate.refused), *gate.notes])
-    say(facts, as_json, text)
+    say(facts, as_json, _holders(facts.get("classes")) + text)
+
+
+def _holders(held: dict[str, dict[str, int | None]] | None) -> str:
+    """Who holds what, where the sites name different classes."""
+    from flyby.fusion.alignment import table
+
+    return "" if held is None else "\n".join(["images by class and site:", *table(held), ""])
 
 
 def _fuse(parcels: list[Path], watch: Path | None, watching: WatchOptions, order: Order, entrance: GateOptions) -> Done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,14 +15,16 @@ from flyby.commands.common import (
     Export,
     GateOptions,
     Json,
+    ModelSize,
+    NameOptions,
     Set,
-    Size,
     WatchOptions,
     grouped,
     note,
     note_absent,
     say,
 )
+from flyby.commands.reports import Oriented
 
 if TYPE_CHECKING:
     from flyby.parcels.arrivals import Arrivals, Waiting
@@ -59,13 +62,17 @@ def orient(
     watch: Annotated[bool, typer.Option("--watch", help="Wait until enough parcels lie in --received.")] = False,
     watching: WatchOptions,
     min_sites: Annotated[
-        int | None, typer.Option(min=1, help="With --watch: so many neighbours are enough at the deadline.")
+        int | None,
+        typer.Option(
+            min=1, help="With --watch: go on as soon as so many neighbours have come, unless --expect says more."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random follows from it; 0 the first time.")] = None,
     export: Export = True,
+    naming: NameOptions,
     entrance: GateOptions,
     device: Device = "auto",
-    size: Size = None,
+    size: ModelSize = None,
     settings: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +89,7 @@ def orient(
         arrivals.append(waiting.gather(received, look))
         return arrivals[0].files(rejected=entrance.quarantine is not None)
 
-    words = ["accept=1"] if accept else []
+    seen, words = Oriented(device), ["accept=1"] if accept else []
     words += [f"seconds={seconds}"] if seconds is not None else []
     words += settings or []  # --set has the last word
     with ExitStack() as locks:
@@ -90,13 +97,19 @@ def orient(
             if folder is not None:
                 locks.enter_context(sole_writer(folder))
         facts = orient_folder(
-            Wish(data, own, node, out, method, size, words, seed, device, export, unlabelled, again),
+            replace(
+                Wish(data, own, node, out, method, size, words, seed, device, export, unlabelled, again),
+                rename=naming.renamed,
+                skip_unknown=naming.skip_unknown,
+                seen=seen,
+            ),
             partial(wait, waiting) if waiting else received,
             lambda me: open_gate(me, out if node is None else None, **entrance.words),
             entrance.ledger,
         )
     note_absent(arrivals[0] if arrivals else None, facts)
     note(facts["log"])
+    seen.report(facts, node or Path(facts["out"]))
     say(facts, as_json, _story(facts, node))
 
 
@@ -114,9 +127,12 @@ def _story(facts: dict[str, Any], node: Path | None) -> str:
     before, after = facts["before"], facts["after"]
     if after:
         moved = f"accuracy {100 * before['accuracy']:.1f} -> {100 * after['accuracy']:.1f} %"
+        if interval := facts.get("interval"):
+            moved += f" (95 % interval {100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
         moved += f", log-loss {before['log_loss']:.3f} -> {after['log_loss']:.3f}"
         lines.append(f"on its {facts['images']['val']} validation images: {moved}")
     end = f"its model is of round {facts['version']}" if facts["version"] else "its model is the one it came with"
     if facts["accept"]:
         end += ": the new one was accepted" if facts["accept"]["accepted"] else ": the new one was not accepted"
-    return "\n".join([*lines, end])
+    more = [f"more about it, for this node only: {facts['report']}"] if facts.get("report") else []
+    return "\n".join([*lines, end, *more])

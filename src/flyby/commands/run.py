@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,10 +22,10 @@ from flyby.commands.common import (
     Json,
     MinSize,
     Quiet,
-    Rule,
     Seed,
     Set,
     Size,
+    TestDir,
     Tune,
     compiling,
     grouped,
@@ -57,7 +58,7 @@ def run(
         str, typer.Option(help="A method of `flyby methods`, or several with commas: a comparison on the same uploads.")
     ] = "aurora",
     data: Annotated[
-        str, typer.Option(help="digits, a folder of Parquet files or class folders, an .npz, hf:NAME.")
+        str, typer.Option(help="digits, a folder of class folders or Parquet files, a .csv, an .npz, hf:NAME.")
     ] = "digits",
     clients: Annotated[int, typer.Option(help="How many sites.")] = 5,
     alpha: Annotated[float, typer.Option(help="Dirichlet concentration: .05 very uneven, 100 nearly even.")] = 0.1,
@@ -70,7 +71,10 @@ def run(
     backbone: Backbone = None,
     backbone_size: BackboneSize = None,
     tune: Tune = None,
-    fusion: Rule = None,
+    fusion: Annotated[
+        str | None,
+        typer.Option(help="Another server rule than the method's own, or several with commas, on the same uploads."),
+    ] = None,
     meetings: Meetings,
     engine: Annotated[
         str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")
@@ -78,10 +82,14 @@ def run(
     device: Device = "auto",
     compiled: Compiled = None,
     size: Size = None,
+    test_dir: TestDir = None,
     settings: Set = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     track: Annotated[
-        bool, typer.Option("--track", help="Also write TensorBoard event files, one folder per site (extra: track).")
+        bool,
+        typer.Option(
+            "--track", help="Also write TensorBoard event files while it trains, one folder per site (extra: track)."
+        ),
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -90,14 +98,12 @@ def run(
     _warm(engine, device)
     from flyby.runs.pipeline import Options
 
-    names = [name.strip() for name in method.split(",") if name.strip()]
-    if not names:
-        raise BadInput("name a method; `flyby methods` lists them")
-    words = {"fusion": fusion, "seed": seed, "model": model, "epochs": epochs, "data": {"name": data, "size": size}}
+    names, rules = _listed("--method", method), _listed("--fusion", fusion) if fusion is not None else [None]
+    words = {"seed": seed, "model": model, "epochs": epochs, "data": {"name": data, "size": size, "test": test_dir}}
     shares = {"name": split, "clients": clients, "alpha": alpha, "min_size": min_size}
     chosen = compiling(standing(settings, backbone, backbone_size, tune), compiled)
-    configs = _configs(names, meetings, split=shares, assignments=chosen, **words)
-    folder = out or Path("runs") / f"{'-'.join(names)}-{Path(data).name}-a{alpha:g}-s{seed}"
+    configs = _configs(names, rules, meetings, split=shares, assignments=chosen, **words)
+    folder = out or Path("runs") / f"{'-'.join(configs)}-{Path(data).name}-a{alpha:g}-s{seed}"
     command = shlex.join(["flyby", *sys.argv[1:]])
     options = Options(engine=engine, device=device, resume=resume, command=command, quiet=quiet)
     _run(configs, folder, options, track, as_json)
@@ -111,27 +117,41 @@ def _warm(engine: str | None, device: str) -> None:
         atexit.register(forkserver.stop)
 
 
-def _configs(names: list[str], meetings: Meetings, **words: Any) -> dict[str, RunConfig]:
+def _listed(option: str, words: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in words.split(",") if name.strip()))
+    if not names:
+        raise BadInput(f"{option} {words!r} names nothing; `flyby methods` lists what there is")
+    return names
+
+
+def _configs(names: list[str], rules: Sequence[str | None], meetings: Meetings, **words: Any) -> dict[str, RunConfig]:
+    """One run for every method and rule, by the name of its folder."""
     from flyby.runs.config import make_config
     from flyby.runs.methods import METHODS
 
     orient = vars(meetings)
     if any(v is not None for v in orient.values()) and not any(METHODS[name].orient for name in names):
         raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
-    return {name: make_config(name, orient=orient, **words) for name in names}
+    meet = [name for name in names if METHODS[name].orient]
+    if meet and rules != [None]:
+        raise BadInput(f"{meet[0]} has no server, so no --fusion; leave that out, or run it by itself")
+    return {
+        f"{name}-{rule}" if len(rules) > 1 else name: make_config(name, fusion=rule, orient=orient, **words)
+        for name in names
+        for rule in rules
+    }
 
 
 def _run(configs: dict[str, RunConfig], folder: Path, options: Options, track: bool, as_json: bool) -> None:
-    from flyby.report.track import check_tracking, write_events
+    from flyby.report.track import Live
     from flyby.runs.folder import Run
     from flyby.study.compare import compare
 
-    if track:
-        check_tracking()
-    results = compare(configs, folder, options)
-    several = len(configs) > 1
-    for name in configs if track else ():
-        write_events(folder / name if several else folder)
-    lines = [*(result.line() for result in results.values()), f"report: {Run(folder).report}"]
+    live, several = Live() if track else None, len(configs) > 1
+    results = compare(configs, folder, replace(options, follow=live))
+    if live is not None:
+        live.finish(folder / name if several else folder for name in configs)
+    width = max(map(len, results))
+    lines = [*(result.line(f"{name:<{width}}") for name, result in results.items()), f"report: {Run(folder).report}"]
     found = {name: result.to_json() for name, result in results.items()}
     say(found if several else next(iter(found.values())), as_json, "\n".join(lines))

@@ -20,7 +20,7 @@ def study(
         "runs/study"
     ),
     limit: Annotated[
-        float | None, typer.Option(help="Begin no cell that would likely end after this many seconds.")
+        float | None, typer.Option(min=0, help="Begin no cell that would likely end after this many seconds.")
     ] = None,
     merge: Annotated[
         list[Path] | None, typer.Option(help="Bring in rows of another machine first (repeatable).")
@@ -49,12 +49,13 @@ def study(
     if name is None:
         raise BadInput("name a study: a path to a .yaml, or one that `flyby study --list` shows")
     from flyby.study.grid import merge as merge_rows
-    from flyby.study.grid import missing, run_study
+    from flyby.study.grid import missing, run_study, settled
     from flyby.study.tables import write_table
 
     name, grid = read_study(name)
     rows = results / f"{name}.jsonl"
     merged = merge_rows(rows, merge) if merge else 0
+    before = len(settled(grid, rows))
     if render:
         done, left = 0, len(missing(grid, rows))
     else:
@@ -62,5 +63,17 @@ def study(
             grid, rows, work, data_root=data_root, engine=engine, device=device, limit=limit, quiet=quiet
         )
     table = write_table(grid, rows)
-    facts = {"done": done, "left": left, "merged": merged, "table": str(table)}
-    say(facts, as_json, f"{done} cells done, {left} left{f', {merged} rows merged' if merge else ''}; table: {table}")
+    facts = {"done": done, "before": before, "left": left, "merged": merged, "table": str(table)}
+    say(facts, as_json, _told(done, before, left, merged if merge else None) + f"; table written to {table}")
+
+
+def _told(done: int, before: int, left: int, merged: int | None) -> str:
+    """What became of the cells: how many there are, and which were done now or before, or are left."""
+    parts = [
+        f"{number} {words}" for number, words in ((done, "done now"), (before, "done before"), (left, "left")) if number
+    ]
+    if len(parts) == 1:
+        parts = [f"all {parts[0].split(' ', 1)[1]}"]
+    found = [] if merged is None else [f"{merged} rows merged"]
+    total = done + before + left
+    return ", ".join([f"{total} cell{'s' * (total != 1)}", *parts, *found])

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from flyby import rng
-from flyby.data.cache import Pixels, flattened
 from flyby.data.dataset import DataBundle, Dataset, content_digest
+from flyby.data.photos import Pixels, flattened
 from flyby.data.tiles import check_channels, held, unusable
 from flyby.errors import BadInput
 from flyby.names import MOST_LABELS, check_labels
@@ -183,8 +183,8 @@ def numbered(*labels: Labels) -> list[str]:
 
 
 def check_classes(names: Sequence[str], what: str) -> None:
-    if len(names) < 2:
-        raise BadInput(f"{what} names only {len(names)} class; at least 2 are needed to tell apart")
+    if not names:
+        raise BadInput(f"{what} names no class; give its images at least one")
     check_labels(names, what)
 
 

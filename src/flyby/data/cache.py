@@ -18,35 +18,35 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from flyby import files
-from flyby.data.dataset import Dataset, content_digest
-from flyby.data.tiles import is_tile, read_tile, resized, unusable
+from flyby.data.dataset import Dataset, Sizes, content_digest
+from flyby.data.photos import Extent, Frame, Pixels, Uneven, coloured, seen
+from flyby.data.tiles import unusable
 from flyby.errors import BadInput
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 log = logging.getLogger(__name__)
-FORMAT = 2  # raise it when decoding or the layout changes: old entries are then simply never asked for
-BROKEN_SHARE = 0.01
-CHUNK = 128
+FORMAT = 3  # raise it when decoding or the layout changes: old entries are then simply never asked for
+BROKEN_SHARE = 0.5  # more than so much of a source that cannot be decoded is no accident
+STEP = 16  # images after which progress is told
+CHUNK = 128  # small images that one thread decodes at a time,
+CHUNK_PIXELS = 1 << 20  # and of larger ones so many pixels, so that what waits to be written stays small
 # Measured on two cores (images a second, one thread / two): 32x32 JPEG 14k / 9k (threads fight for the interpreter),
 # 64x64 10k / 9k,
 # 128x128 4k / 8k (Pillow decodes outside the interpreter lock). So small images get one decoding thread and larger ones
 # all cores.
 SMALL = 64 * 64
 
-Pixels = npt.NDArray[Any]  # uint8, uint16 or float32
 # An encoded image, a file of one, an image already decoded, or nothing (which counts as broken).
 Item = bytes | Path | Pixels | None
 
@@ -66,19 +66,36 @@ class SourceSplit:
 
 @dataclass(frozen=True)
 class Contents:
-    """All a source holds: its splits, its class names, and what an earlier reading of it found broken."""
+    """All a source holds: its splits, its class names, and what an earlier reading of it found broken, and of sizes."""
 
     parts: Sequence[SourceSplit]
     class_names: Sequence[str]
     broken: Sequence[str] = ()
+    sizes: Sizes | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What images become: of ``size``, or as they are where that is None; but images that differ in size or are large
+    become squares of ``fit`` pixels a side. ``channels`` makes photographs grey (1) or RGB (3) in any case."""
+
+    size: Extent | None = None
+    fit: int | None = None
+    channels: int | None = None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A decoded source in the cache: its splits as memory-mapped datasets, and the images that could not be decoded."""
+    """A decoded source in the cache: its splits as memory-mapped datasets, the images that could not be decoded, and
+    the sizes they had."""
 
     splits: dict[str, Dataset]
     broken: tuple[str, ...]
+    sizes: Sizes | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return next(iter(self.splits.values())).images.shape[1:]
 
 
 def root_of(cache: Path | None) -> Path:
@@ -89,13 +106,14 @@ def root_of(cache: Path | None) -> Path:
 # -- the key
 
 
-def key_of(sources: Mapping[str, Path], settings: Mapping[str, Any], root: Path) -> str:
+def key_of(hashes: Mapping[str, str], settings: Mapping[str, Any]) -> str:
     """The key of an entry: a hash of the files' contents under their names within the source, and of the settings."""
-    return files.digest({"format": FORMAT, "files": _hashes(sources, root), "settings": dict(settings)}, 32)
+    return files.digest({"format": FORMAT, "files": dict(hashes), "settings": dict(settings)}, 32)
 
 
-def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
-    """SHA-256 of every file; a file whose path, size and time are those of an earlier reading is not read again."""
+def hashes_of(sources: Mapping[str, Path], root: Path, lenient: bool = False) -> dict[str, str]:
+    """SHA-256 of every file; a file whose path, size and time are those of an earlier reading is not read again. With
+    ``lenient`` one that cannot be read is no error yet: it will count as a broken image."""
     if not sources:
         return {}
     paths = {name: ascii(str(path.absolute())) for name, path in sources.items()}  # whatever bytes it is made of
@@ -117,6 +135,9 @@ def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
                 with path.open("rb") as file:
                     hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
+            if lenient:
+                hashes[name] = "unreadable"
+                continue
             raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
         # A file written this very moment could change again within one tick of the clock, unseen: remember it only once
         # it has settled.
@@ -131,12 +152,17 @@ def _hashes(sources: Mapping[str, Path], root: Path) -> dict[str, str]:
 # -- entries
 
 
+def peek(root: Path, key: str) -> Entry | None:
+    """The entry ``key`` if the cache has it."""
+    return _open(root / "decoded" / key)
+
+
 def fetch(
-    root: Path, key: str, read: Callable[[], Contents], *, size: int | None = None, progress: str | None = None
+    root: Path, key: str, read: Callable[[], Contents], *, form: Form | None = None, progress: str | None = None
 ) -> Entry:
     """The entry ``key``, from the cache or else decoded from ``read()`` into it; ``progress`` is the title of a
     progress bar, if any."""
-    entry = _open(root / "decoded" / key)
+    entry = peek(root, key)
     if entry is not None:
         return entry
     folder = writable(root) / "decoded" / key
@@ -146,7 +172,7 @@ def fetch(
             contents = read()
             try:
                 with files.atomic_folder(folder) as tmp:
-                    _write(tmp, contents, size, progress)
+                    _write(tmp, contents, form or Form(), progress)
                     if _open(folder) is not None:
                         raise FileExistsError("built meanwhile")
             except OSError as error:
@@ -182,7 +208,9 @@ def _open(folder: Path) -> Entry | None:
             there = None if np.isnan(places[rows]).any() else places[rows]
             names = tuple(meta["class_names"])
             splits[name] = Dataset(images[rows], labels[rows], names, split["digest"], groups, there)
-        return Entry(splits, tuple(meta["broken"]))
+        told = meta["sizes"]
+        shapes = told and {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+        return Entry(splits, tuple(meta["broken"]), told and Sizes(**shapes))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BadInput):
         return None
 
@@ -239,6 +267,8 @@ class _Writer:
 
     file: BinaryIO
     channels: int | None
+    frame: Frame
+    forced: bool = False  # every photograph gets these channels
     height: int = 0
     width: int = 0
     count: int = 0
@@ -248,12 +278,16 @@ class _Writer:
     holes: list[tuple[str, int]] = field(default_factory=list)  # tiles with numbers that are none, and how many
 
     def add(self, image: Pixels, part: SourceSplit, row: int) -> None:
+        if self.forced and self.channels is not None:
+            image = coloured(image, self.channels, part.where(row))
         height, width, channels = image.shape
         if not self.count:
             self.height, self.width, self.first = height, width, part.where(row)
             self.channels, self.dtype = self.channels or channels, image.dtype
             self.file.write(self.header())
         if (height, width) != (self.height, self.width):
+            if self.frame.even:
+                raise Uneven
             raise BadInput(
                 f"images differ in size ({self.first} is {self.height}x{self.width}, {part.where(row)} is"
                 f" {height}x{width}); give them one size with --size 64, all sites the same"
@@ -296,36 +330,44 @@ class _Writer:
         return buffer.getvalue()
 
 
-def _write(folder: Path, contents: Contents, size: int | None, progress: str | None) -> None:
-    try:
-        _write_as(folder, contents, size, progress, None)
-    except _Colour:  # rare, and early where colour is common: cheaper than looking at every image twice
-        _write_as(folder, contents, size, progress, 3)
+def _write(folder: Path, contents: Contents, form: Form, progress: str | None) -> None:
+    frame, channels = Frame(form.size, form.size is None and form.fit is not None), form.channels
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # odd metadata, which change no pixel
+        for again in (False, True, True):  # rare, and early where it is common: cheaper than looking at all twice
+            try:
+                _write_as(folder, contents, frame, (channels, form.channels is not None), (progress, again))
+                break
+            except _Colour:
+                channels = 3
+            except Uneven:
+                assert form.fit is not None
+                frame = Frame((form.fit, form.fit))
 
 
-def _write_as(folder: Path, contents: Contents, size: int | None, progress: str | None, channels: int | None) -> None:
+def _write_as(
+    folder: Path, contents: Contents, frame: Frame, depth: tuple[int | None, bool], told: tuple[str | None, bool]
+) -> None:
     total = sum(len(part.labels) for part in contents.parts)
-    broken = list(contents.broken)
+    broken, extents = list(contents.broken), Counter[Extent]()
     labels: list[npt.NDArray[np.int64]] = []
     places: list[npt.NDArray[np.float64]] = []
     splits: dict[str, Any] = {}
-    new_broken = 0
-    with (folder / "images.npy").open("wb") as file, _told(total, progress) as advance:
-        writer = _Writer(file, channels)
+    with (folder / "images.npy").open("wb") as file, _told(total, *told) as advance:
+        writer = _Writer(file, depth[0], frame, depth[1])
         for part in contents.parts:
             start, kept = writer.count, []
             writer.hash = hashlib.sha256()
-            for row, image in enumerate(_decoded(part, size)):
-                if image is None:
+            for row, found in enumerate(_decoded(part, frame)):
+                if found is None:
                     broken.append(part.where(row))
-                    new_broken += 1
-                    if new_broken > max(2, BROKEN_SHARE * total):  # no use to go on; the three to be named are known
-                        raise _too_broken(broken[-new_broken:], total)
+                    _check_broken(broken[len(contents.broken) :], total, max(2, BROKEN_SHARE * total))
                 else:
-                    writer.add(image, part, row)
+                    writer.add(found[0], part, row)
+                    extents[found[1]] += 1
                     kept.append(row)
-                if row % CHUNK == CHUNK - 1:
-                    advance(CHUNK)
+                if row % STEP == STEP - 1:
+                    advance(STEP)
             labels.append(part.labels[kept].astype("<i8"))
             places.append(np.full((len(kept), 2), np.nan) if part.places is None else part.places[kept])
             shape = (len(kept), writer.height, writer.width, writer.channels)
@@ -336,8 +378,7 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
                 "digest": content_digest(writer.hash, labels[-1], shape, contents.class_names, writer.dtype),
                 "groups": groups,
             }
-        if new_broken > BROKEN_SHARE * total:
-            raise _too_broken(broken[-new_broken:], total)
+        _check_broken(broken[len(contents.broken) :], total, BROKEN_SHARE * total)
         writer.check()
         file.seek(0)
         file.write(writer.header())
@@ -345,34 +386,46 @@ def _write_as(folder: Path, contents: Contents, size: int | None, progress: str 
         os.fsync(file.fileno())
     np.save(folder / "labels.npy", np.concatenate(labels), allow_pickle=False)
     np.save(folder / "places.npy", np.concatenate(places), allow_pickle=False)
-    sizes = {name: (folder / name).stat().st_size for name in ("images.npy", "labels.npy", "places.npy")}
-    files.write_json(
-        folder / "entry.json",
-        {"bytes": sizes, "splits": splits, "class_names": list(contents.class_names), "broken": broken},
-    )
+    lengths = {name: (folder / name).stat().st_size for name in ("images.npy", "labels.npy", "places.npy")}
+    sizes = contents.sizes or _sizes(extents, frame)
+    facts = {"bytes": lengths, "splits": splits, "class_names": list(contents.class_names), "broken": broken}
+    files.write_json(folder / "entry.json", {**facts, "sizes": sizes and asdict(sizes)})
 
 
-def _too_broken(broken: Sequence[str], total: int) -> BadInput:
-    return BadInput(
-        f"more than {BROKEN_SHARE:.0%} of the {total} images cannot be decoded (first: {', '.join(broken[:3])}); "
-        "mend or remove them, or check that the source is what you meant"
-    )
+def _sizes(extents: Counter[Extent], frame: Frame) -> Sizes | None:
+    """What sizes the images had; None where they keep theirs."""
+    if frame.size is None or set(extents) == {frame.size}:
+        return None
+    order = sorted(extents, key=lambda extent: (extent[0] * extent[1], extent))
+    return Sizes(extents.total(), len(order), order[0], order[-1])
 
 
-def _decoded(part: SourceSplit, size: int | None) -> Iterator[Pixels | None]:
-    """The part's images in order, decoded ahead by threads within a bounded window; None for a broken one."""
-    chunks = (block[i : i + CHUNK] for block in part.blocks() for i in range(0, len(block), CHUNK))
+def _check_broken(broken: Sequence[str], total: int, most: float) -> None:
+    if len(broken) > most:  # no use to go on; the three to be named are known
+        share = f"all {total}" if len(broken) == total else f"more than half of the {total}"
+        raise BadInput(
+            f"{share} images cannot be decoded (first: {', '.join(broken[:3])}); mend or remove them, or check that the"
+            " source is what you meant"
+        )
+
+
+def _decoded(part: SourceSplit, frame: Frame) -> Iterator[tuple[Pixels, Extent] | None]:
+    """The part's images in order, decoded ahead by threads within a bounded window, with the sizes they had; None for a
+    broken one."""
+    pixels = SMALL if frame.size is None else frame.size[0] * frame.size[1]
+    length = max(1, min(CHUNK, CHUNK_PIXELS // pixels))
+    chunks = (block[i : i + length] for block in part.blocks() for i in range(0, len(block), length))
     first = next(chunks, None)
     if first is None:
         return
-    probe = _attempt(first[0], None)
-    workers = 1 if probe is not None and probe.shape[0] * probe.shape[1] <= SMALL else os.cpu_count() or 1
-    waiting: deque[Future[list[Pixels | None]]] = deque()
+    probe = _attempt(first[0], frame)
+    workers = 1 if probe is not None and probe[1][0] * probe[1][1] <= SMALL else os.cpu_count() or 1
+    waiting: deque[Future[list[tuple[Pixels, Extent] | None]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         try:
-            waiting.append(pool.submit(_attempts, first, size))
+            waiting.append(pool.submit(_attempts, first, frame))
             for chunk in chunks:
-                waiting.append(pool.submit(_attempts, chunk, size))
+                waiting.append(pool.submit(_attempts, chunk, frame))
                 if len(waiting) > 2 * workers:
                     yield from waiting.popleft().result()
             while waiting:
@@ -382,24 +435,24 @@ def _decoded(part: SourceSplit, size: int | None) -> Iterator[Pixels | None]:
                 future.cancel()
 
 
-def _attempts(items: Iterable[Item], size: int | None) -> list[Pixels | None]:
-    return [_attempt(item, size) for item in items]
+def _attempts(items: Iterable[Item], frame: Frame) -> list[tuple[Pixels, Extent] | None]:
+    return [_attempt(item, frame) for item in items]
 
 
-def _attempt(item: Item, size: int | None) -> Pixels | None:
+def _attempt(item: Item, frame: Frame) -> tuple[Pixels, Extent] | None:
     try:
-        return None if item is None else decode(item, None if size is None else (size, size))
-    except BadInput:
+        return None if item is None else seen(item, frame)
+    except (BadInput, Uneven):
         raise  # whole, but not to be had
     except Exception:  # a damaged file makes Pillow's readers fail in any way at all (OSError, SyntaxError ...)
         return None
 
 
 @contextlib.contextmanager
-def _told(total: int, title: str | None) -> Iterator[Callable[[int], None]]:
-    """Progress of decoding: a bar, or one plain line; nothing without a title."""
+def _told(total: int, title: str | None, again: bool) -> Iterator[Callable[[int], None]]:
+    """Progress of decoding: a bar, or one plain line the first time; nothing without a title."""
     with contextlib.nullcontext() if title is None else bar(total, f"decoding {title}") as advance:
-        if title is not None and advance is None:
+        if title is not None and advance is None and not again:
             log.info("decoding %d images of %s into the cache (once)", total, title)
         yield advance or (lambda _: None)
 
@@ -425,38 +478,3 @@ def bar(total: int, title: str) -> Iterator[Callable[[int], None] | None]:
             yield lambda n: progress.advance(task, n)
     finally:
         bars.remove(title)
-
-
-# -- one image
-
-
-def decode(item: bytes | Path | Pixels, size: tuple[int, int] | None = None) -> Pixels:
-    """One image [H, W, C]: a photograph as uint8, C = 1 for grey and 3 for colour, transparency on black; a tile in the
-    numbers it came in; resized to (H, W) if asked."""
-    from PIL import Image, ImageOps
-
-    if isinstance(item, np.ndarray) or is_tile(item):
-        tile = item if isinstance(item, np.ndarray) else read_tile(item)
-        return tile if size is None else resized(tile, size)
-    with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as opened:
-        flat = flattened(ImageOps.exif_transpose(opened) if "exif" in opened.info else opened)
-        if size is not None:
-            flat = flat.resize(size[::-1], Image.Resampling.BILINEAR)
-        pixels: Pixels = np.asarray(flat)
-        return pixels if pixels.ndim == 3 else pixels[:, :, None]
-
-
-def flattened(image: Image.Image) -> Image.Image:
-    """The image in mode L or RGB: palettes looked up, 16-bit grey scaled to 8, transparency laid on black."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):
-        return Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
-    grey = image.mode in ("1", "L", "LA", "La")
-    plain, alpha = ("L", "LA") if grey else ("RGB", "RGBA")
-    if "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
-        image = image.convert(alpha)
-        black = Image.new(plain, image.size)
-        black.paste(image.convert(plain), mask=image.getchannel("A"))
-        return black
-    return image if image.mode == plain else image.convert(plain)

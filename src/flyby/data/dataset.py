@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,9 @@ from flyby.files import canonical
 
 if TYPE_CHECKING:
     from hashlib import _Hash
+
+log = logging.getLogger(__name__)
+BROKEN_SHARE = 0.01  # of all images: more that are broken are said even with --quiet
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,45 @@ def content_digest(
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What sizes images had before they were given one: how many there were, and the smallest and the largest as
+    (height, width). ``asked`` says whether somebody named the size they got."""
+
+    images: int
+    kinds: int
+    smallest: tuple[int, int]
+    largest: tuple[int, int]
+    asked: bool = False
+
+    def line(self, size: tuple[int, int]) -> str:
+        """One line for people, who say width x height."""
+        low, high, new = (f"{width}x{height}" for height, width in (self.smallest, self.largest, size))
+        had = low if self.kinds == 1 else f"{self.kinds} sizes (from {low} to {high})"
+        done = f"short side to {size[0]}, centre {new} kept" if size[0] == size[1] else f"resized, centre {new} kept"
+        if self.kinds == 1 and self.smallest[0] * size[1] == self.smallest[1] * size[0]:
+            done = f"resized to {new}"
+        return f"{self.images} images of {had}: {done}" + ("" if self.asked else "; --size chooses another")
+
+
+def holding(names: Sequence[str], counts: Sequence[int], most: int = 12) -> str:
+    """How many images of which class, in one line: of many classes those with the most and with the fewest."""
+    said = f"{len(names)} {'class' if len(names) == 1 else 'classes'}"
+    if len(names) <= most:
+        return f"{said}: {', '.join(f'{name} {count}' for name, count in zip(names, counts, strict=True))}"
+    order = sorted(range(len(names)), key=lambda i: (-counts[i], i))
+    ends = (", ".join(f"{names[i]} {counts[i]}" for i in part) for part in (order[:3], order[-3:]))
+    empty = sum(not count for count in counts)
+    none = f"; {empty} of them without images" if empty else ""
+    return f"{said}, {sum(counts)} images: most {next(ends)}; fewest {next(ends)}{none}"
+
+
+@dataclass(frozen=True)
 class DataBundle:
     """What a ``--data`` argument names: training images, test images where there are any, and what was wrong with the
     rest.
 
-    ``test`` is never used to choose anything. ``mirror`` says whether a flipped image still means the same.
+    ``test`` is never used to choose anything. ``mirror`` says whether a flipped image still means the same; ``sizes``
+    are those that images had before, where they were given another one.
     """
 
     name: str
@@ -131,3 +169,22 @@ class DataBundle:
     validation: Dataset | None = None
     mirror: bool = True
     broken: tuple[str, ...] = field(default=())
+    sizes: Sizes | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of how the images were read, a line each."""
+        lines = [] if self.sizes is None else [self.sizes.line(self.train.size)]
+        if self.broken:
+            rest = f" and {len(self.broken) - 3} more" if len(self.broken) > 3 else ""
+            lines.append(f"{len(self.broken)} broken image(s) skipped: {', '.join(self.broken[:3])}{rest}")
+        return lines
+
+    def tell(self, classes: bool = True) -> None:
+        """Say in the log, before anything is trained, how the images were read and which classes they are of."""
+        parts = [part for part in (self.train, self.validation, self.test) if part is not None]
+        many = len(self.broken) > BROKEN_SHARE * (len(self.broken) + sum(map(len, parts)))
+        for line in self.notes:
+            log.log(logging.WARNING if many and "broken" in line else logging.INFO, "note: %s", line)
+        if classes:
+            log.info("%s", holding(self.train.class_names, self.train.counts()))

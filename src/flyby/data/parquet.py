@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flyby.data.cache import Item, SourceSplit
+from flyby.data.folders import SPLITS
 from flyby.data.places import from_names
 from flyby.errors import BadInput
 
-# The names that a split goes by, and the part it plays.
-SPLITS = {
-    "train": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-}
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
 SHARD = re.compile(r"(.+?)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?")
-BLOCK = 1024  # rows held in memory at a time
+BLOCK = 1024  # rows held in memory at a time, and of large images so many bytes:
+BLOCK_BYTES = 32 << 20
 
 
 def find(root: Path, name: str) -> list[Path]:
@@ -77,8 +70,24 @@ def shards(root: Path, name: str) -> dict[str, list[Path]]:
     return found
 
 
-def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[SourceSplit, list[list[str]]]:
-    """One split's labels, groups and blocks of encoded images; and the class names of every shard that has them."""
+def words(paths: Iterable[Path], column: str | None) -> list[str]:
+    """The class names of files whose labels are words rather than numbers; none where they are numbers."""
+    import pyarrow.parquet as pq
+
+    found: set[str] = set()
+    for path in paths:
+        with _readable(path), pq.ParquetFile(path) as file:
+            label = _label_column(file.schema_arrow, path, column)
+            if _is_text(file.schema_arrow.field(label).type):
+                found |= set(file.read(columns=[label])[label].unique().to_pylist()) - {None}
+    return sorted(found)
+
+
+def read_part(
+    role: str, paths: Sequence[Path], column: str | None, known: Sequence[str]
+) -> tuple[SourceSplit, list[list[str]]]:
+    """One split's labels, groups and blocks of encoded images; and the class names of every shard that has them.
+    ``known`` are the classes where labels are words."""
     import pyarrow.parquet as pq
 
     labels: list[npt.NDArray[np.int64]] = []
@@ -101,7 +110,7 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Sou
                 raise BadInput(
                     f"{path} has {table[label].null_count} rows without a label; fill them in or leave the rows out"
                 )
-            labels.append(table[label].to_numpy().astype(np.int64))
+            labels.append(_numbers(table[label], known, path))
             if column is not None and grouped:
                 if table[column].null_count:
                     raise BadInput(
@@ -117,7 +126,8 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Sou
     def blocks() -> Iterator[Sequence[Item]]:
         for path, image in zip(paths, images, strict=True):
             with _readable(path), pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(BLOCK, columns=[image]):
+                each = path.stat().st_size // max(1, file.metadata.num_rows) + 1
+                for batch in file.iter_batches(max(1, min(BLOCK, BLOCK_BYTES // each)), columns=[image]):
                     values = batch.column(0)
                     yield (values.field("bytes") if values.type.num_fields else values).to_pylist()
 
@@ -127,6 +137,24 @@ def read_part(role: str, paths: Sequence[Path], column: str | None) -> tuple[Sou
 
     whose, places = groups if grouped else None, from_names(called)
     return SourceSplit(role, np.concatenate(labels), blocks, where, whose, places), names
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _numbers(labels: Any, known: Sequence[str], path: Path) -> npt.NDArray[np.int64]:
+    """Labels as whole numbers; words by their place among the ``known``."""
+    text = _is_text(labels.type)
+    if text != bool(known):
+        raise BadInput(f"{path} labels its images with {'words' if text else 'numbers'}, other files of it do not")
+    if not text:
+        return np.asarray(labels.to_numpy().astype(np.int64))
+    at = {name: place for place, name in enumerate(known)}
+    return np.array([at[name] for name in labels.to_pylist()], dtype=np.int64)
 
 
 @contextlib.contextmanager
@@ -171,13 +199,14 @@ def _label_column(schema: Any, path: Path, column: str | None) -> str:
 
     named = [name for name in LABEL_COLUMNS if name in schema.names]
     whole = [field.name for field in schema if types.is_integer(field.type) and field.name != column]
-    if named and named[0] not in whole:
+    if named and named[0] not in whole and not _is_text(schema.field(named[0]).type):
         raise BadInput(
-            f"the column {named[0]} of {path} holds {schema.field(named[0]).type}; labels must be whole numbers from 0"
+            f"the column {named[0]} of {path} holds {schema.field(named[0]).type}; labels must be whole numbers from 0,"
+            " or class names"
         )
     if not named and len(whole) != 1:
         raise BadInput(
-            f"{path} has no label column: it needs one called label, of whole numbers; its columns are"
+            f"{path} has no label column: it needs one called label, of whole numbers or class names; its columns are"
             f" {', '.join(schema.names)}"
         )
     return (named or whole)[0]

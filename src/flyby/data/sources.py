@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,23 +14,25 @@ import numpy.typing as npt
 from flyby.data import cache as store
 from flyby.data import parquet
 from flyby.data.arrays import as_labels, as_pixels, check_classes, check_holdout, held_out, numbered
-from flyby.data.cache import Contents, Item, Pixels, SourceSplit
+from flyby.data.cache import Contents, Form, Item, SourceSplit
 from flyby.data.dataset import DataBundle
-from flyby.data.parquet import BLOCK, SPLITS
+from flyby.data.folders import IMAGE_FILES, as_splits, tree_of, within
+from flyby.data.parquet import BLOCK
+from flyby.data.photos import FIT, Extent, Pixels, coloured, decode
 from flyby.data.places import from_names
+from flyby.data.table import SUFFIXES, read_table
 from flyby.data.tiles import read_npz, unusable
 from flyby.errors import BadInput, unknown
-from flyby.names import check_labels, printable
+from flyby.files import digest
+from flyby.names import printable
 from flyby.registry import Registry
 
 ORDER = ("train", "validation", "test")
-IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".npy"})
 NPZ = {"train": ("x_train", "y_train"), "validation": ("x_val", "y_val"), "test": ("x_test", "y_test")}
 
 
 # Names of sources in which something is written: a mirror image of a 2 is no 2.
 WRITTEN = re.compile(r"(svhn|[ekq]?mnist|usps|digits)([-_.].*)?")
-Held = TypeVar("Held")
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,22 @@ class Source:
     files: Mapping[str, Path]  # by name within the source, so that moving it changes nothing
     settings: Mapping[str, Any]
     read: Callable[[], Contents]
-    size: int | None
+    size: int | Extent | None
     mirror: bool = True
     holdout: float = 0.0  # the share for testing where the caller leaves it to the source
+    fits: bool = False  # images that differ in size or are large get a common, smaller one
+    lenient: bool = False  # each file is one image, and one that cannot be read is a broken image
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How images are read beside their size: ``fit`` is the size of those that are mixed or large (None: 64 pixels a
+    side), ``channels`` makes photographs grey (1) or RGB (3), and ``nested`` takes folders in class folders for parts
+    of the class."""
+
+    fit: int | None = None
+    channels: int | None = None
+    nested: bool = False
 
 
 def catalogue() -> list[dict[str, str]]:
@@ -66,6 +81,14 @@ def catalogue() -> list[dict[str, str]]:
             ),
         ),
         (
+            "table",
+            "FILE.csv",
+            (
+                "a CSV or TSV of images: columns path (from the table's own folder) and label, perhaps split; images"
+                " of any size, as in folders"
+            ),
+        ),
+        (
             "npz",
             "FILE.npz",
             (
@@ -85,7 +108,8 @@ def catalogue() -> list[dict[str, str]]:
 def load(
     name: str,
     *,
-    size: int | None = None,
+    size: int | Extent | None = None,
+    reading: Reading | None = None,
     holdout: float | None = 0.0,
     column: str | None = None,
     cache: Path | None = None,
@@ -93,33 +117,60 @@ def load(
 ) -> DataBundle:
     """The images that ``name`` stands for, decoded once and memory-mapped from then on.
 
-    ``size`` resizes every image to size x size; ``holdout`` keeps that share of each class as test images where the
-    source has none (None: as the source itself says); ``column`` is the column of a natural user or site, kept as
-    ``Dataset.groups``; ``cache`` is where decoded images are kept.
+    ``size`` is what every image becomes, pixels a side or (height, width): resized with its aspect kept, and as much of
+    its middle as fills that. Without one, images of one small size stay as they are, and others get that of
+    ``reading``. ``holdout`` keeps that share of each class as test images where the source has none (None: as the
+    source itself says); ``column`` is the column of a natural user or site, kept as ``Dataset.groups``; ``cache`` is
+    where decoded images are kept.
     """
-    if size is not None and not 1 <= size <= 4096:
-        raise BadInput(f"data.size must lie between 1 and 4096 pixels, not {size}")
+    size, reading = _checked_size(size), reading or Reading()
     check_holdout(holdout or 0.0)
     if printable(name) != name:
         raise BadInput(f"'{printable(name)}' cannot stand in a result; give the data a name of plain UTF-8 text")
     root = store.root_of(cache)
     try:
-        source = _find(name, size, column, root)
+        source = _find(name, size, column, root, reading.nested)
     except OSError as error:
         raise BadInput(f"cannot read {name}: {error.strerror or error}") from error
-    key = store.key_of(source.files, {**source.settings, "size": source.size, "column": column}, root)
-    title = name if progress else None
-    entry = store.fetch(root, key, lambda: _checked(name, source.read()), size=source.size, progress=title)
+    key, entry = _entry(name, source, reading, (column, root, progress))
     holdout = source.holdout if holdout is None else holdout
     if holdout > 0 and not len(entry.splits.get("test", ())):
         # A copy in the new order rather than a selection, so that both parts are memory maps too.
         whole = entry
-        entry = store.fetch(
-            root, store.key_of({}, {"of": key, "holdout": holdout}, root), lambda: _hold_out(whole, holdout)
-        )
+        entry = store.fetch(root, store.key_of({}, {"of": key, "holdout": holdout}), lambda: _hold_out(whole, holdout))
     splits = {split: data for split, data in entry.splits.items() if len(data)}
+    if "train" not in splits:
+        raise BadInput(f"none of the training images of {name} can be decoded (first: {', '.join(entry.broken[:3])})")
+    sizes = None if entry.sizes is None else replace(entry.sizes, asked=size is not None)
     mirror = source.mirror and not written(name)
-    return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), mirror, entry.broken)
+    return DataBundle(name, splits["train"], splits.get("test"), splits.get("validation"), mirror, entry.broken, sizes)
+
+
+def _checked_size(size: int | Extent | None) -> Extent | None:
+    sides = (size, size) if isinstance(size, int) else size
+    if sides is not None and not all(1 <= side <= 4096 for side in sides):
+        raise BadInput(f"data.size must lie between 1 and 4096 pixels, not {size}")
+    return sides
+
+
+def _entry(name: str, source: Source, reading: Reading, rest: tuple[str | None, Path, bool]) -> tuple[str, store.Entry]:
+    """The decoded source, with its key: as it lies in the cache, or else decoded now."""
+    column, root, progress = rest
+    hashes = store.hashes_of(source.files, root, source.lenient)
+    size = _checked_size(source.size)
+    fit = (reading.fit or FIT) if source.fits and size is None else None
+
+    def key_of(form: Form) -> str:
+        return store.key_of(hashes, {**source.settings, **asdict(form), "column": column})
+
+    if source.fits and size is not None:  # read without that wish it may have come out as wished
+        key = key_of(Form(None, FIT))
+        entry = store.peek(root, key)
+        if entry is not None and entry.shape[:2] == size and reading.channels in (None, entry.shape[2]):
+            return key, entry
+    form, title = Form(size, fit, reading.channels), name if progress else None
+    key = key_of(form)
+    return key, store.fetch(root, key, lambda: _checked(name, source.read()), form=form, progress=title)
 
 
 def written(name: str) -> bool:
@@ -130,37 +181,42 @@ def written(name: str) -> bool:
 
 
 def read_images(
-    paths: Sequence[Path], channels: int, size: tuple[int, int], kind: Literal["uint8", "float32"] = "uint8"
+    paths: Sequence[Path | bytes], channels: int, size: Extent, kind: Literal["uint8", "float32"] = "uint8"
 ) -> Pixels:
-    """Single image files as uint8 or float32 [n, H, W, C], each resized to ``size`` (H, W); photographs are made grey
-    or RGB as ``channels`` says."""
-    from PIL import Image
-
+    """Single image files, or the bytes of some, as uint8 or float32 [n, H, W, C], each the middle of what it shows at
+    ``size`` (H, W); photographs are made grey or RGB as ``channels`` says."""
     images = np.empty((len(paths), *size, channels), dtype=kind)
     for row, path in enumerate(paths):
-        shown = printable(str(path))
-        if not path.is_file():
-            raise BadInput(f"there is no image file {shown}")
-        try:
-            pixels = store.decode(path, size)
-        except BadInput:
-            raise
-        except Exception as error:  # a damaged file makes Pillow's readers fail in any way at all
-            raise BadInput(f"{shown} cannot be decoded as an image; is it a whole PNG, JPEG, TIFF or .npy?") from error
-        grey = kind == "uint8" and {pixels.shape[2], channels} == {1, 3}
-        if (pixels.dtype != np.uint8) != (kind != "uint8") or (pixels.shape[2] != channels and not grey):
-            raise BadInput(
-                f"{shown} holds {pixels.dtype} in {pixels.shape[2]} channels where the model takes {kind} in {channels}"
-            )
-        if bad := unusable(pixels):
-            raise BadInput(f"{shown} holds {bad} numbers that are not finite (no data?); fill them in")
-        if grey and channels == 1:
-            pixels = np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
-        images[row] = pixels  # a grey image spreads over three channels by broadcasting
+        images[row] = read_image(path, channels, size, kind)
     return images
 
 
-def _find(name: str, size: int | None, column: str | None, root: Path) -> Source:
+def read_image(path: Path | bytes, channels: int, size: Extent, kind: Literal["uint8", "float32"] = "uint8") -> Pixels:
+    """One of :func:`read_images`, or one whose bytes are at hand."""
+    shown = "the image" if isinstance(path, bytes) else printable(str(path))
+    if isinstance(path, Path) and not path.is_file():
+        raise BadInput(f"there is no image file {shown}")
+    try:
+        pixels = decode(path, size)
+    except BadInput:
+        raise
+    except Exception as error:  # a damaged file makes Pillow's readers fail in any way at all
+        raise BadInput(f"{shown} cannot be decoded as an image; is it a whole PNG, JPEG, TIFF or .npy?") from error
+    grey = kind == "uint8" and {pixels.shape[2], channels} == {1, 3}
+    if (pixels.dtype != np.uint8) != (kind != "uint8") or (pixels.shape[2] != channels and not grey):
+        raise BadInput(
+            f"{shown} holds {pixels.dtype} in {pixels.shape[2]} channels where the model takes {kind} in {channels}"
+        )
+    if bad := unusable(pixels):
+        raise BadInput(f"{shown} holds {bad} numbers that are not finite (no data?); fill them in")
+    return coloured(pixels, channels, shown).astype(kind, copy=False)
+
+
+def _find(name: str, sides: Extent | None, column: str | None, root: Path, nested: bool) -> Source:
+    """The source that a name stands for. One with a name of its own makes of a square size what it likes."""
+    if sides is not None and sides[0] != sides[1]:
+        return replace(_find(name, None, column, root, nested), size=sides)
+    size = None if sides is None else sides[0]
     if name in SOURCES:
         return SOURCES[name](size, column)
     if name.startswith("hf:"):
@@ -169,7 +225,7 @@ def _find(name: str, size: int | None, column: str | None, root: Path) -> Source
     if not path.exists():
         if re.search(r"[/\\.~]", name):
             raise BadInput(
-                f"{name} does not exist; name a folder, an .npz file, or one of the sources that `flyby data` lists"
+                f"{name} does not exist; name a folder, an .npz or .csv file, or a source that `flyby data` lists"
             )
         raise unknown("data source", name, [row["form"] for row in catalogue()])
     if path.is_file():
@@ -177,10 +233,12 @@ def _find(name: str, size: int | None, column: str | None, root: Path) -> Source
             return _npz(path, size, column)
         if path.suffix == ".parquet":
             return _parquet(path, name, size, column)
-        raise BadInput(f"{name} is a file of an unknown kind; give an .npz, a .parquet, or a folder")
+        if path.suffix.lower() in SUFFIXES:
+            return _table(path, size, column)
+        raise BadInput(f"{name} is a file of an unknown kind; give an .npz, .parquet, .csv or .tsv, or a folder")
     if parquet.find(path, name):
         return _parquet(path, name, size, column)
-    return _tree(path, size, column)
+    return _tree(path, size, column, nested)
 
 
 def _checked(name: str, contents: Contents) -> Contents:
@@ -216,7 +274,7 @@ def _hold_out(entry: store.Entry, share: float) -> Contents:
             places = None if data.places is None else data.places[picked]
             blocks = _array_blocks(data.images, picked)
             parts.append(SourceSplit(split, data.labels[picked], blocks, str, groups, places))
-    return Contents(parts, train.class_names, entry.broken)
+    return Contents(parts, train.class_names, entry.broken, entry.sizes)
 
 
 def _array_blocks(images: Pixels, rows: npt.NDArray[np.int64] | None = None) -> Callable[[], Iterator[Sequence[Item]]]:
@@ -243,7 +301,7 @@ def digits(size: int | None, column: str | None) -> Source:
         data = load_digits()
         images = np.round(data.images * (255 / 16)).astype(np.uint8)[:, :, :, None]
         if size is not None:  # three channels, so that a network for photographs takes them
-            images = np.stack([np.repeat(store.decode(image, (size, size)), 3, axis=2) for image in images])
+            images = np.stack([np.repeat(decode(image, (size, size)), 3, axis=2) for image in images])
         labels = data.target.astype(np.int64)
         return Contents([SourceSplit("train", labels, _array_blocks(images), str)], [str(digit) for digit in range(10)])
 
@@ -304,96 +362,72 @@ def _npz_part(
     return SourceSplit(split, known, _array_blocks(pixels), lambda row: f"{x}[{row}]")
 
 
-# -- a folder of class folders
+# -- a folder of class folders, or a table of images
 
 
-def _tree(root: Path, size: int | None, column: str | None) -> Source:
-    folders = _folders(root)
-    named = [folder for folder in folders if folder.name.lower() in SPLITS and _folders(folder)]
-    if any(folder.name.lower() == "train" for folder in named) or (named and len(named) == len(folders)):
-        splits = _as_splits({folder.name: folder for folder in named}, root)
-    else:
-        splits = {"train": root}
-    classes = sorted({folder.name for split in splits.values() for folder in _folders(split)})
-    check_labels(classes, str(root))  # a name that is no text could not stand in the cache's key either
-    if not classes:
-        what = "is empty" if not any(root.iterdir()) else "holds neither Parquet files nor class folders"
-        raise BadInput(f"the folder {root} {what}; give FOLDER/CLASS/*.png, or FOLDER/train-00000-of-00001.parquet")
+def _tree(root: Path, size: int | None, column: str | None, nested: bool) -> Source:
+    tree = tree_of(root, nested)
     if column is not None:
         raise BadInput(
-            f"the class folders in {root} have no column {column!r}; only Parquet and .npz sources have columns"
+            f"the class folders in {root} have no column {column!r}; only Parquet, .npz and .csv sources have columns"
         )
-    images = {
-        split: [(i, path) for i, name in enumerate(classes) for path in _image_files(top / name)]
-        for split, top in splits.items()
+
+    def read() -> Contents:
+        if not tree.images["train"]:
+            raise BadInput(
+                f"the class folders in {tree.splits['train']} hold no images (looked for"
+                f" {', '.join(sorted(IMAGE_FILES))})"
+            )
+        rows = {split: [(i, path, "") for i, path in tree.images[split]] for split in tree.images}
+        return Contents([_listed(root, split, rows[split]) for split in ORDER if rows.get(split)], tree.classes)
+
+    listed = {within(path, root): path for rows in tree.images.values() for _, path in rows}
+    roles = {split: top.relative_to(root).as_posix() for split, top in tree.splits.items()}
+    words = {"kind": "folders", "classes": tree.classes, "splits": roles}
+    return Source(listed, words, read, size, fits=True, lenient=True)
+
+
+def _table(path: Path, size: int | None, column: str | None) -> Source:
+    table = read_table(path, column)
+    number = {name: place for place, name in enumerate(table.classes)}
+    rows = {
+        split: [(number[row.label], row.path, row.group) for row in table.rows[split]]
+        for split in ORDER
+        if split in table.rows
     }
 
     def read() -> Contents:
-        if not images["train"]:
-            raise BadInput(
-                f"the class folders in {splits['train']} hold no images (looked for {', '.join(sorted(IMAGE_FILES))})"
-            )
-        return Contents([_tree_part(root, split, images[split]) for split in ORDER if images.get(split)], classes)
+        return Contents([_listed(path.parent, split, held, column) for split, held in rows.items()], table.classes)
 
-    listed = {_within(path, root): path for rows in images.values() for _, path in rows}
-    roles = {split: top.relative_to(root).as_posix() for split, top in splits.items()}
-    return Source(listed, {"kind": "folders", "classes": classes, "splits": roles}, read, size)
+    listed = {within(row.path, path.parent): row.path for held in table.rows.values() for row in held}
+    order = [[split, [[label, within(one, path.parent), whose] for label, one, whose in rows[split]]] for split in rows]
+    words = {"kind": "table", "classes": table.classes, "rows": digest(order)}
+    return Source(listed, words, read, size, fits=True, lenient=True)
 
 
-def _tree_part(root: Path, split: str, rows: list[tuple[int, Path]]) -> SourceSplit:
-    paths = [path for _, path in rows]
-    labels = np.array([label for label, _ in rows], dtype=np.int64)
-    places = from_names([path.name for path in paths])
-    return SourceSplit(split, labels, lambda: iter([paths]), lambda row: _within(paths[row], root), places=places)
-
-
-def _within(path: Path, root: Path) -> str:
-    """A file's name within the source, for people and for JSON: bytes that are no text are written as escapes."""
-    return printable(path.relative_to(root).as_posix())
-
-
-def _folders(folder: Path) -> list[Path]:
-    return (
-        sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        if folder.is_dir()
-        else []
-    )
-
-
-def _image_files(folder: Path) -> list[Path]:
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_FILES and not path.name.startswith("."))
-    return sorted(path for path in found if path.is_file())
-
-
-def _as_splits(found: Mapping[str, Held], name: str | Path) -> dict[str, Held]:
-    """The splits by their role; a source with a single split trains on it, whatever it is called."""
-    splits: dict[str, Held] = {}
-    for split, held in found.items():
-        role = SPLITS.get(split.lower())
-        if role in splits:
-            raise BadInput(f"{name} has two {role} splits ({', '.join(found)}); keep one of them")
-        if role is not None:
-            splits[role] = held
-    if "train" in splits:
-        return splits
-    if len(found) != 1:
-        raise BadInput(f"{name} has the splits {', '.join(found)} but none called train; rename the one to train on")
-    return {"train": next(iter(found.values()))}
+def _listed(root: Path, split: str, rows: list[tuple[int, Path, str]], column: str | None = None) -> SourceSplit:
+    """One split of images that are files: their classes, where they lie, and whose they are."""
+    paths = [path for _, path, _ in rows]
+    labels = np.array([label for label, _, _ in rows], dtype=np.int64)
+    places, groups = from_names([path.name for path in paths]), [group for *_, group in rows]
+    whose = groups if column is not None else None
+    return SourceSplit(split, labels, lambda: iter([paths]), lambda row: within(paths[row], root), whose, places)
 
 
 # -- Parquet
 
 
 def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Source:
-    shards = _as_splits(parquet.shards(root, name), name)
+    shards = as_splits(parquet.shards(root, name), name)
 
     def read() -> Contents:
-        parts, names = [], []
+        known = parquet.words((path for role in ORDER for path in shards.get(role, ())), column)
+        parts, names = [], [known] if known else []
         for role in ORDER:
             if role in shards:
-                part, named = parquet.read_part(role, shards[role], column)
+                part, named = parquet.read_part(role, shards[role], column, known)
                 parts.append(part)
-                names += named
+                names += named if not known else []
         if any(other != names[0] for other in names):
             raise BadInput(
                 f"the Parquet files of {name} disagree about the class names; write them all with the same features"
@@ -405,6 +439,7 @@ def _parquet(root: Path, name: str, size: int | None, column: str | None) -> Sou
         {"kind": "parquet"},
         read,
         size,
+        fits=True,
     )
 
 

@@ -43,9 +43,9 @@ class SplitSettings(Grown):
     model_config = ConfigDict(extra="forbid", frozen=True)
     later = frozenset({"holdout", "block_km", "patches"})
 
-    name: str = "dirichlet"
-    clients: int = Field(5, ge=1, le=100_000)
-    alpha: float = 0.1
+    name: str = Field("dirichlet", description="how the data is divided, one of `flyby data`")
+    clients: int = Field(5, ge=1, le=100_000, description="how many sites")
+    alpha: float = Field(0.1, description="Dirichlet concentration: .05 very uneven, 100 nearly even")
     min_size: int | None = Field(None, ge=0, description="default 10; 100 for the `fol` split; 1 for `dirichlet-plain`")
     labels: int = Field(2, ge=1, description="labels a client, for `by-label`")
     val: float | None = Field(

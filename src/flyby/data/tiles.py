@@ -23,7 +23,7 @@ UNPACKED = 256 << 20  # bytes that any file may unpack to,
 RATIO = 200  # and more only within so many times its own size
 ALPHA = (1, 2)  # kinds of an extra sample of a TIFF that are transparency, and no channel
 BITS, SAMPLES, EXTRA = 258, 277, 338  # TIFF tags
-LITTLE, BIG = b"II", b"MM"
+LITTLE, BIG, NUMPY = b"II", b"MM", b"\x93NUMPY"
 
 
 def held(array: Array, what: str) -> Array:
@@ -118,6 +118,8 @@ def is_tile(item: bytes | Path) -> bool:
         with item.open("rb") as file:
             start = file.read(4)
     else:
+        if item.startswith(NUMPY):
+            return True
         start = item[:4]
     if start not in (LITTLE + b"*\0", BIG + b"\0*", LITTLE + b"+\0", BIG + b"\0+"):
         return False
@@ -134,10 +136,12 @@ def is_tile(item: bytes | Path) -> bool:
 
 def read_tile(item: bytes | Path, what: str = "") -> Array:
     """A tile ``[H, W, C]`` of uint8, uint16 or float32 numbers, from a ``.npy`` or a TIFF."""
-    what = what or (printable(str(item)) if isinstance(item, Path) else "a TIFF")
+    what = what or (printable(str(item)) if isinstance(item, Path) else "a tile")
     if isinstance(item, Path) and item.suffix.lower() == ".npy":
         with item.open("rb") as file:
             array = _read_array(file, item.stat().st_size)
+    elif isinstance(item, bytes) and item.startswith(NUMPY):
+        array = _read_array(io.BytesIO(item), len(item))
     else:
         array = _read_tiff(item, what)
     array = array[:, :, None] if array.ndim == 2 else array
@@ -145,6 +149,16 @@ def read_tile(item: bytes | Path, what: str = "") -> Array:
         raise BadInput(f"{what} has the shape {list(array.shape)}; a tile is [H, W] or [H, W, C]")
     check_channels(array.shape, what)
     return held(array, what)
+
+
+def tile_numbers(item: bytes) -> int:
+    """How many numbers a TIFF says that it unpacks to; none of them is. 0 where it cannot be read here anyway."""
+    try:
+        import tifffile
+    except ImportError:
+        return 0
+    with tifffile.TiffFile(io.BytesIO(item)) as file:
+        return int(file.series[0].size)
 
 
 def _read_tiff(item: bytes | Path, what: str) -> Array:
@@ -174,17 +188,28 @@ def _read_tiff(item: bytes | Path, what: str) -> Array:
         return np.moveaxis(array, known[0] if len(known) == 1 else int(np.argmin(array.shape)), -1)
 
 
+def middle(extent: tuple[int, int], size: tuple[int, int]) -> tuple[float, float, float, float] | None:
+    """The largest part in the middle of an image of (H, W) that has the shape of ``size``, as Pillow's box (left, top,
+    right, bottom); None where that is the whole."""
+    (height, width), (h, w) = extent, size
+    if height * w == width * h:
+        return None
+    scale = min(height / h, width / w)
+    top, left = max(0.0, height - scale * h) / 2, max(0.0, width - scale * w) / 2
+    return (left, top, width - left, height - top)
+
+
 def resized(tile: Array, size: tuple[int, int]) -> Array:
-    """A tile at another (H, W), bilinear, each channel alone, in the numbers it came in."""
+    """The middle of a tile at another (H, W), bilinear, each channel alone, in the numbers it came in."""
     from PIL import Image
 
     if tile.shape[:2] == size:
         return tile
-    deep = tile.dtype != np.uint8
+    deep, box = tile.dtype != np.uint8, middle((tile.shape[0], tile.shape[1]), size)
     bands = [
         np.asarray(
             Image.fromarray(tile[:, :, band].astype(np.float32) if deep else tile[:, :, band]).resize(
-                size[::-1], Image.Resampling.BILINEAR
+                size[::-1], Image.Resampling.BILINEAR, box=box
             )
         )
         for band in range(tile.shape[2])

@@ -47,7 +47,9 @@ class ViewSettings(Grown):
     model_config = ConfigDict(extra="forbid", frozen=True)
     later = frozenset({"vertical", "turns", "noise"})
 
-    crop: Literal["none", "pad", "resized"] = "none"
+    crop: Literal["none", "pad", "resized"] = Field(
+        "none", description="pad: shifts over a padded border; resized: parts of random size, stretched to the whole"
+    )
     pad: int = Field(4, ge=0, description="pixels of black border for crop: pad")
     scale: tuple[Portion, Portion] = Field(
         (0.2, 1.0), description="smallest and largest share of the image's area, for crop: resized"
@@ -59,7 +61,7 @@ class ViewSettings(Grown):
     jitter: tuple[Strength, Strength, Strength, Hue] = Field(
         (0.0, 0.0, 0.0, 0.0), description="brightness, contrast, saturation, hue"
     )
-    jitter_p: float = Field(0.8, ge=0, le=1)
+    jitter_p: float = Field(0.8, ge=0, le=1, description="chance that colours are changed at all")
     grey: float = Field(0.0, ge=0, le=1, description="probability of greyscale")
     vertical: float = Field(0.0, ge=0, le=1, description="probability of an up-down flip, for images that have no up")
     turns: bool = Field(

@@ -53,11 +53,12 @@ def answer(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> byt
 
 def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:
     from flyby.parcels.signing import read_private
-    from flyby.runs.site import train_parcel
+    from flyby.runs.site import Manner, train_parcel
 
     out = work / f"{node.site}.parcel"
     key = read_private(node.key) if node.key else None
-    train_parcel(asked.config(node.data, assignments(node.settings)), out, node.site, device=node.device, key=key)
+    manner = Manner(device=node.device, key=key)
+    train_parcel(asked.config(node.data, assignments(node.settings)), out, node.site, manner)
     size = out.stat().st_size
     if size > asked.max_bytes:
         raise BadInput(

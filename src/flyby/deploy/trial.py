@@ -20,7 +20,7 @@ from flyby.fusion import load_predictor
 from flyby.fusion.evaluation import accuracy, evaluate_dataset
 from flyby.machine import pick_device
 from flyby.names import as_name, check_name
-from flyby.runs.config import RunConfig, make_config, plan
+from flyby.runs.config import RunConfig, data_of, make_config, plan
 from flyby.runs.folder import Run
 
 OWN = ("data.", "split.")  # settings of the split, which happens here: nothing that a round could tell its sites
@@ -57,13 +57,13 @@ def up(
                 epochs=asked.epochs or None,
                 assignments=settings,
             )
-            bundle = config.data.load()
+            bundle = data_of(config).load()
             test = bundle.test
             told = divided(config, bundle, folder)
         else:
             told = [NodeSettings(data=source, site=name) for name, source in named(sources).items()]
             for node in told:
-                plan(asked.config(node.data), asked.config(node.data).data.load())
+                plan(asked.config(node.data), data_of(asked.config(node.data)).load())
         with Federation(tell) as federation:
             federation.add(*(node.model_copy(update={"device": device}) for node in told))
             result = federation.run(asked)

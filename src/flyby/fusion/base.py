@@ -12,8 +12,11 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from flyby.data.classes import fitted
 from flyby.data.dataset import Dataset
+from flyby.data.site import Part, part_of
 from flyby.errors import BadInput
+from flyby.fusion.alignment import aligned
 from flyby.fusion.predictor import Predictor
 from flyby.machine import as_a_site
 from flyby.models import ModelSpec
@@ -54,6 +57,7 @@ class Fusion(ABC):
     heterogeneous: ClassVar[bool] = False
     data_free: bool = True  # False: it cannot work without proxy images
     draws: ClassVar[bool] = False  # it makes images of its own, or changes some, which are bytes
+    softmax: bool = False  # it asks members for their softmax, which for one that knows a single class says nothing
     settings_type: ClassVar[type[FusionSettings]] = FusionSettings
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
@@ -66,8 +70,14 @@ class Fusion(ABC):
         return cls.needs
 
     def fuse(self, parcels: Inbox, server: Server | None = None) -> Predictor:
-        """One predictor from many parcels, by this rule's ``combine``; one that holds a number which is not finite is
-        nobody's."""
+        """One predictor from many parcels, by this rule's ``combine``, over all classes that one of them names; one
+        that holds a number which is not finite is nobody's."""
+        if len(parcels.class_names) < 2:
+            raise BadInput(f"the parcels know one class, {parcels.class_names[0]}, so there is nothing to tell apart")
+        if not parcels.one_list:
+            shares = None if self.heterogeneous else self.row_shares(parcels)
+            parcels = aligned(parcels, self.needs, whole=self.heterogeneous, shares=shares)
+            self.check_members(parcels)
         for manifest in parcels.manifests:
             self.check_pixels(manifest.spec)
         server = server if server is not None else Server()
@@ -81,6 +91,22 @@ class Fusion(ABC):
                     " be at fault: leave out those you do not trust, or judge them with --validation"
                 )
         return predictor
+
+    def row_shares(self, parcels: Inbox) -> Sequence[float] | None:
+        """The weights of sites in the mean of rows that stands for the row of a class which a site does not know, where
+        rows are combined; None: their median."""
+        return weights_of(parcels, getattr(self.settings, "weights", "uniform"))
+
+    def check_members(self, parcels: Inbox) -> None:
+        """Refuse a member that knows one class where its softmax is asked for: it would say that class of every
+        image."""
+        alone = parcels.held.sum(1) == 1 if self.softmax and self.heterogeneous else torch.zeros(1)
+        if bool(alone.any()):
+            who = parcels.manifests[int(alone.nonzero()[0, 0])].sender
+            raise BadInput(
+                f"{who} knows one class only and finds it in every image, which {self.name} cannot weigh; train it with"
+                " the list of all classes, --classes LIST, or use experts-calibrated, best or ridge"
+            )
 
     def check_pixels(self, spec: ModelSpec) -> None:
         """Refuse tiles where the rule knows photographs only."""
@@ -98,6 +124,12 @@ class Fusion(ABC):
     @abstractmethod
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         """What a rule is: the predictor that follows from the parcels and from what ``server`` lets it use."""
+
+
+def labelled(proxy: Dataset, parcels: Inbox) -> Part:
+    """Proxy images whose labels are to be believed, numbered as the parcels' classes are."""
+    cure = "name images of classes that sites hold"
+    return part_of(fitted(proxy, parcels.class_names, "the proxy", "no parcel", cure)[0])
 
 
 # The server rules by name, filled where the room is opened: a rule that distils may have any other as its teacher.

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flyby.data.classes import fitted
 from flyby.data.dataset import Dataset
 from flyby.data.site import Part, part_of
 from flyby.errors import BadInput
 from flyby.fusion.predictor import Predictor
+from flyby.fusion.quality import calibration_error
 from flyby.models import Network
 from flyby.models.cost import at_once
 from flyby.models.features import features_of
@@ -126,13 +128,6 @@ def check_fit(predictor: Predictor, data: Dataset) -> None:
             f"the model takes {predictor.size}x{predictor.channels} images, the data has {data.size}x{data.channels};"
             f" load it with --size {predictor.size[0]}"
         )
-    if len(predictor.class_names) != data.classes:
-        raise BadInput(f"the model knows {len(predictor.class_names)} classes, the data has {data.classes}")
-    if predictor.class_names != data.class_names and sorted(predictor.class_names) == sorted(data.class_names):
-        raise BadInput(
-            "the model and the data number the same classes differently, so every score would be misread; order them"
-            " alike"
-        )
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:
@@ -171,19 +166,12 @@ def weighted_figures(chances: Tensor, labels: Tensor, mix: Sequence[int]) -> dic
     found = {
         "accuracy": own_accuracy(per_class(shares, labels, len(mix)), mix),
         "log_loss": float(-(weights * told.log()).sum()),
-        "calibration_error": _calibration_error(sure, right, weights),
+        "calibration_error": calibration_error(sure, right, weights),
     }
     if len(mix) == 2 and bool((seen > 0).all()):
         logs = shares.clamp_min(torch.finfo(torch.float64).tiny).log()
         found["recall"] = recall_at(logs[:, 1] - logs[:, 0], labels == 1)
     return found
-
-
-def _calibration_error(sure: Tensor, right: Tensor, weights: Tensor, bins: int = 15) -> float:
-    """How far confidence and accuracy are apart, bin by bin of equal width."""
-    place = (sure * bins).ceil().long().clamp(1, bins) - 1
-    gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, weights * (sure - right))
-    return float(gap.abs().sum())
 
 
 def recall_at(scores: Tensor, wanted: Tensor, alarms: float = 0.05) -> float:
@@ -194,6 +182,7 @@ def recall_at(scores: Tensor, wanted: Tensor, alarms: float = 0.05) -> float:
 
 
 def evaluate_dataset(predictor: Predictor, data: Dataset, device: torch.device | str = "cpu") -> tuple[Tensor, Part]:
+    """The scores of labelled images, and these images with the model's numbers for their classes."""
     check_fit(predictor, data)
-    part = part_of(data)
+    part = part_of(fitted(data, predictor.class_names)[0])
     return scores_of(predictor, part.images, device), part

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, read_json, write_bytes, write_json, write_text
+from flyby.fusion.card import card_of, facts_of
+from flyby.machine import versions
 from flyby.models import ModelSpec, Network
 from flyby.models.cost import Limits
 from flyby.models.shelf import (
@@ -56,6 +58,7 @@ class Predictor(nn.Module):
     streams: ClassVar[bool] = False  # whether its networks may stay on a shelf
     shows: ClassVar[bool] = False  # whether members that know a shift look at images in all its ways
     least: int = 1  # images that it must be asked about at once
+    temperature: float = 1.0  # of its shares; the answers are the same at any
 
     def __init__(
         self,
@@ -94,6 +97,14 @@ class Predictor(nn.Module):
         for network, spec in zip(self.networks if self.shelf is None else self.shelf, self.specs, strict=True):
             yield network if self.shelf is None else network.to(images.device), spec.prepare(images)  # type: ignore[misc]
 
+    held: Tensor | None
+
+    def hold(self, held: Tensor | None) -> None:
+        """Keep which member knows which class, where some do not know all."""
+        partial = any(spec.partial for spec in self.specs)
+        empty = torch.zeros(len(self.specs), len(self.class_names), dtype=torch.bool)
+        self.register_buffer("held", (empty if held is None else held) if partial else None)
+
     def voice(self, network: Network, features: Tensor) -> Tensor:
         """What one member says about images that it sees as ``features`` [N, d] (where it ``shows``, [N, R, d] of a
         member that knows a shift): its logits, where nothing else is written."""
@@ -110,8 +121,23 @@ class Predictor(nn.Module):
         return self.combine(voices, images)
 
     def chances(self, scores: Tensor) -> Tensor:
-        """Scores [N, classes] as shares that add up to one, for people to read."""
+        """Scores [N, classes] as shares that add up to one, for people to read, as sure as the ``temperature`` says."""
+        shares = self.raw_chances(scores)
+        if self.temperature == 1:
+            return shares
+        return (shares.clamp_min(1e-12).log() / self.temperature).softmax(1)
+
+    def raw_chances(self, scores: Tensor) -> Tensor:
+        """The same before any temperature."""
         return scores.softmax(1)
+
+
+def mean_of_those(weights: Tensor, said: Tensor, held: Tensor) -> Tensor:
+    """For every class the weighted mean of what members say [K, N, C] who know it (``held`` [K, C]); ``weights`` are
+    [K], or [N, K] where each image has its own."""
+    each = weights.expand(said.shape[1], -1) if weights.ndim == 1 else weights
+    shares = each.T[:, :, None] * held[:, None].to(said)
+    return (shares * said).sum(0) / shares.sum(0).clamp_min(torch.finfo(said.dtype).tiny)
 
 
 class Single(Predictor):
@@ -129,7 +155,8 @@ class Single(Predictor):
 
 
 class Ensemble(Predictor):
-    """Weighted mean of the members' logits or probabilities; ``weights`` [K] sum to one. Returns log-scores."""
+    """Weighted mean of the members' logits or probabilities; ``weights`` [K] sum to one. Returns log-scores. A member
+    that does not know a class gives it no probability, and says nothing of it in a mean of logits (``held`` [K, C])."""
 
     kind = "ensemble"
     streams = True
@@ -142,8 +169,10 @@ class Ensemble(Predictor):
         *,
         mean: str = "probabilities",
         weights: Sequence[float] = (),
+        held: Tensor | None = None,
     ) -> None:
         super().__init__(specs, class_names, networks, mean=mean)
+        self.hold(held)
         if mean not in ("logits", "probabilities"):
             raise unknown("ensemble mean", mean, ("logits", "probabilities"))
         self.mean = mean
@@ -158,7 +187,10 @@ class Ensemble(Predictor):
         return logits if self.mean == "logits" else logits.softmax(-1)
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
-        scores = torch.einsum("k,knc->nc", self.weights, torch.stack(tuple(voices)))
+        said = torch.stack(tuple(voices))
+        if self.held is not None and self.mean == "logits":
+            return mean_of_those(self.weights, said, self.held)
+        scores = torch.einsum("k,knc->nc", self.weights, said)
         return scores if self.mean == "logits" else scores.clamp_min(1e-12).log()
 
 
@@ -182,7 +214,8 @@ def save_predictor(
         "specs": [spec.model_dump(mode="json") for spec in predictor.specs],
         "class_names": list(predictor.class_names),
         "settings": predictor.settings,
-        "card": card or {},
+        "card": {**(card or {}), "versions": versions()},
+        **({} if predictor.temperature == 1 else {"temperature": predictor.temperature}),
     }
     with atomic_folder(folder) as tmp:
         write_json(tmp / MODEL, config)
@@ -193,7 +226,7 @@ def save_predictor(
             write_bytes(tmp / TENSORS, save(tensors))
         if export:
             export_program(predictor, tmp / "model.pt2")
-        write_text(tmp / "README.md", _card(config, export))
+        write_text(tmp / "README.md", card_of(config, program=export))
     return Path(folder)
 
 
@@ -225,6 +258,12 @@ def model_folder(folder: Path) -> Path:
             " file"
         )
     return folder
+
+
+def card_in(folder: Path) -> dict[str, Any]:
+    """The facts for people in a model folder; none in a parcel."""
+    config = {} if folder.is_file() else read_json(model_folder(folder) / MODEL)
+    return facts_of(config if isinstance(config, dict) else {})
 
 
 def load_predictor(
@@ -293,6 +332,9 @@ def _rebuilt(config: Mapping[str, Any], path: Path, label: str, limits: Limits |
             f"tensor {strange[0]!r} is {found.get(strange[0])} where its model has {wanted.get(strange[0])}"
         )
     predictor.load_state_dict(read_tensors(path, own), assign=True)
+    predictor.temperature = float(config.get("temperature", 1.0))
+    if not 1e-3 <= predictor.temperature <= 1e3:
+        raise ValueError(f"its temperature is {predictor.temperature}")
     return predictor.eval()
 
 
@@ -312,47 +354,3 @@ def export_program(predictor: Predictor, path: Path) -> None:
         warnings.simplefilter("ignore")  # tensors that share memory, as those of a backbone do, are saved whole
         torch.export.save(program, buffer)
     write_bytes(path, buffer.getvalue())
-
-
-def _card(config: dict[str, Any], export: bool) -> str:
-    names = sorted({s["name"] for s in config["specs"]})
-    (height, width), channels = config["specs"][0]["size"], config["specs"][0]["channels"]
-    pixels = config["specs"][0].get("pixels", "uint8")
-    what = f"{config['kind']} of {len(config['specs'])} network(s) ({', '.join(names)})"
-    what += f" for {len(config['class_names'])} classes"
-    facts = "\n".join(f"- {key}: {value}" for key, value in config["card"].items())
-    plain = (
-        f"""
-Without flyby, in plain PyTorch. `model.pt2` is a program: **loading it runs whatever it says**, also what somebody
-wrote into it on the way. Load it only where nobody but you could change this folder, or after `flyby evaluate` with
-`--trust FILE --require-signed` has found it as its maker signed it.
-
-```python
-import torch
-model = torch.export.load("model.pt2").module()
-images = torch.zeros(1, {height}, {width}, {channels}, dtype=torch.{pixels})   # your images: {pixels}, N x H x W x C
-with torch.no_grad():
-    print(model(images).argmax(1))
-```
-"""
-        if export
-        else ""
-    )
-    return f"""# A model fused by flyby
-
-{what}; images {height}x{width}x{channels}, {pixels}.
-{facts}
-
-```
-flyby evaluate . --data PATH
-flyby predict . IMAGE...
-```
-
-The same in Python. This reads `model.json` and `model.safetensors`, and nothing in them is run:
-
-```python
-import flyby
-model = flyby.load_model(".")
-print(model.class_names)   # then model.predict(images): {pixels}, N x {height} x {width} x {channels}
-```
-{plain}"""

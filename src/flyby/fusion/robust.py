@@ -39,6 +39,17 @@ def middle(values: Tensor, trim: float) -> Tensor:
     return values.sort(dim=0).values[drop : count - drop].mean(0)
 
 
+def middle_of_those(said: Tensor, trim: float, held: Tensor) -> Tensor:
+    """The same of what members say [K, N, C], for every class among those who know it (``held`` [K, C])."""
+    count, rank = held.sum(0), torch.arange(len(held), device=held.device)[:, None]
+    drop = torch.minimum((trim * count + 1e-9).floor().long(), (count - 1) // 2)
+    kept = ((rank >= drop) & (rank < count - drop))[
+        :, None
+    ]  # no shape depends on who holds what, so it can be exported
+    ordered = said.masked_fill(~held[:, None], torch.inf).sort(dim=0).values
+    return ordered.masked_fill(~kept, 0.0).sum(0) / kept.sum(0).clamp_min(1)
+
+
 def coordinatewise(parcels: Inbox, combine: Callable[[Tensor], Tensor], portion: int = PORTION) -> dict[str, Tensor]:
     """``combine`` [K, n] -> [n] over every weight and buffer; of counters such as num_batches_tracked the largest."""
     found: dict[str, Tensor] = {}
@@ -83,6 +94,9 @@ class Median(Fusion):
     name = "median"
     paper = "Yin et al., ICML 2018"
     about = "coordinate-wise median of weights and BatchNorm buffers"
+
+    def row_shares(self, parcels: Inbox) -> None:
+        return None  # a mean would hand a liar's row on to all who do not know the class
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_spec(self.name)
@@ -145,23 +159,28 @@ class RobustEnsemble(Predictor):
         *,
         mean: str = "probabilities",
         trim: float = 0.5,
+        held: Tensor | None = None,
     ) -> None:
         if mean not in ("logits", "probabilities"):
             raise unknown("ensemble mean", mean, ("logits", "probabilities"))
         super().__init__(specs, class_names, networks, mean=mean, trim=trim)
         self.mean, self.trim = mean, trim
+        self.hold(held)
 
     def voice(self, network: Network, features: Tensor) -> Tensor:
         logits = super().voice(network, features)
         return logits if self.mean == "logits" else logits.softmax(-1)
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
-        scores = middle(torch.stack(tuple(voices)), self.trim)
+        said = torch.stack(tuple(voices))
+        scores = middle(said, self.trim) if self.held is None else middle_of_those(said, self.trim, self.held)
         return scores if self.mean == "logits" else scores.clamp_min(1e-12).log()
 
 
 class EnsembleMedianSettings(FusionSettings):
-    mean: Literal["logits", "probabilities"] = "probabilities"
+    mean: Literal["logits", "probabilities"] = Field(
+        "probabilities", description="what the median is taken of: probabilities, or logits"
+    )
 
 
 class EnsembleMedian(Fusion):
@@ -172,12 +191,14 @@ class EnsembleMedian(Fusion):
     heterogeneous = True
     settings_type = EnsembleMedianSettings
     settings: EnsembleMedianSettings
+    softmax = True
     trim = 0.5
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         specs = [m.spec for m in parcels.manifests]
         trim = getattr(self.settings, "trim", self.trim)
-        return RobustEnsemble(specs, parcels.class_names, parcels.networks(), mean=self.settings.mean, trim=trim)
+        networks, held = parcels.networks(), parcels.held
+        return RobustEnsemble(specs, parcels.class_names, networks, mean=self.settings.mean, trim=trim, held=held)
 
 
 class EnsembleTrimmedSettings(EnsembleMedianSettings, TrimSettings):

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flyby.data.classes import some
 from flyby.data.site import Part, Site
 from flyby.errors import BadInput
+from flyby.fusion.alignment import onto
 from flyby.meeting.candidate import Candidate, by_spec
 from flyby.meeting.settings import OrientSettings
 from flyby.meeting.stack import Stack
@@ -55,6 +57,7 @@ def admit(
             if sender in seen:
                 raise BadInput("this node has its model already; every pair exchanges once")
             seen.add(sender)
+            item = for_classes(item, site.class_names)
             _check_manifest(item, site)
             candidate = Candidate.of(item, device)
             _check_runs(candidate, site)
@@ -70,11 +73,16 @@ def admit(
     return admitted, log
 
 
+def for_classes(item: Parcel, names: Sequence[str]) -> Parcel:
+    """A neighbour's model over this node's classes, by name: of classes that only it knows nothing is left, and of
+    those that it does not know it has rows of zeros, which it learns as it is adapted."""
+    if not set(names) & set(item.manifest.class_names):
+        raise BadInput(f"it knows none of this node's classes, but {some(item.manifest.class_names)}")
+    return onto(item, names)
+
+
 def _check_manifest(item: Parcel, site: Site) -> None:
-    manifest = item.manifest
-    if manifest.class_names != site.class_names:
-        raise BadInput(f"its {len(manifest.class_names)} classes are not this node's {len(site.class_names)}")
-    spec = manifest.spec
+    spec = item.manifest.spec
     if (spec.size, spec.channels, spec.pixels) != (site.size, site.channels, site.pixels):
         h, w = spec.size
         raise BadInput(

@@ -74,23 +74,29 @@ class OrientSettings(BaseModel):
     ] = 10
     readapt: Annotated[bool, Field(description="adapt kept peers again in the next round")] = False
 
-    epochs: Annotated[int, Field(ge=1)] = 200
+    epochs: Annotated[int, Field(ge=1, description="most epochs of each training stage")] = 200
     finetune_epochs: Annotated[int | None, Field(ge=0, description="default: epochs, as in the next three")] = None
-    prune_epochs: Annotated[int | None, Field(ge=0)] = None
-    post_epochs: Annotated[int | None, Field(ge=0)] = None
-    distill_epochs: Annotated[int | None, Field(ge=0)] = None
+    prune_epochs: Annotated[int | None, Field(ge=0, description="of learning which filters may go")] = None
+    post_epochs: Annotated[int | None, Field(ge=0, description="of tuning what is left after pruning")] = None
+    distill_epochs: Annotated[int | None, Field(ge=0, description="of distilling the ensemble into the own model")] = (
+        None
+    )
     distill_steps: Annotated[
         int, Field(ge=0, description="least steps of distillation: an epoch of a small node is several passes")
     ] = 0
     patience: Annotated[
         int, Field(ge=1, description="epochs without a better validation loss before a model stops")
     ] = 20
-    lr: Annotated[float, Field(gt=0)] = 0.001
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Annotated[float, Field(ge=0)] = 0.001
-    batch: Annotated[int, Field(ge=2)] = 32
-    views: ViewSettings | None = None
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    lr: Annotated[float, Field(gt=0, description="learning rate of all stages")] = 0.001
+    momentum: Annotated[float, Field(ge=0, lt=1, description="of sgd")] = 0.9
+    weight_decay: Annotated[float, Field(ge=0, description="pull of all weights towards 0")] = 0.001
+    batch: Annotated[int, Field(ge=2, description="images in a step")] = 32
+    views: ViewSettings | None = Field(
+        None, description="augmentation while neighbours are adapted; default: the site's own"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="of the arithmetic; auto: bf16 on a GPU, else fp32"
+    )
 
     lambda_p: Annotated[float, Field(ge=0, description="eq. 5: alignment")] = 0.1
     gamma_shared: Annotated[float, Field(ge=0, description="eq. 5: group lasso of shared layers")] = 0.05
@@ -118,12 +124,19 @@ class OrientSettings(BaseModel):
     members: Annotated[
         Literal["top", "all"], Field(description="who is in the ensemble: the K best on validation data, or everybody")
     ] = "top"
-    weights: Literal["simplex", "unconstrained"] = "simplex"
+    weights: Literal["simplex", "unconstrained"] = Field(
+        "simplex", description="whether eq. 11's weights are at least 0 and add up to 1, or any numbers"
+    )
     fit: Annotated[Literal["train", "val"], Field(description="where eq. 11 is fitted")] = "train"
     prior: Annotated[
         float, Field(ge=0, description="images' worth of belief that all members weigh the same, in eq. 11")
     ] = 0.0
-    teacher: Literal["ensemble", "experts"] = "ensemble"
+    teacher: Annotated[
+        Literal["ensemble", "experts"],
+        Field(
+            description="how members are heard together: weighted by eq. 11, or as experts for the classes they hold"
+        ),
+    ] = "ensemble"
     early_exit: Annotated[
         bool, Field(description="keep the own model when no neighbour beats it on validation data")
     ] = False

@@ -1,6 +1,7 @@
 """Heads: what turns features ``[B, d]`` into logits ``[B, C]``.
 
-A head is one class with ``(feature_dim, classes, scaled)`` and one line in :data:`HEADS`.
+A head is one class with ``(feature_dim, classes, scaled)`` and one line in :data:`HEADS`. It says which of its tensors
+have a row per class, so that networks of sites with different classes can be put into one order of them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,36 @@ from flyby.models.shifts import WAYS
 from flyby.registry import Registry
 
 INITIAL_SCALE = 16.0
+NEVER = -1e3  # the logit of a class that a network does not know: no chance at all, and still a number
 
 
 class Head(nn.Module):
     """A classifier on features. ``initialise`` sets every tensor it has; ``takes_scale``: whether a spec's
-    ``logit_scale`` means anything to it; ``shift``: which one it was trained to tell the ways of, if any."""
+    ``logit_scale`` means anything to it; ``shift``: which one it was trained to tell the ways of, if any; ``rows``: the
+    tensors whose first dimension are the classes, and how often it runs through them."""
 
     takes_scale = False
     shift: ClassVar[str] = ""
+    rows: ClassVar[dict[str, int]] = {}
+    absent: Tensor
+
+    def lack(self, classes: int) -> None:
+        """Has room for saying which classes it does not know (``absent``): their logits are then ``NEVER``."""
+        self.register_buffer("absent", torch.zeros(classes, dtype=torch.bool))
+        self.register_forward_hook(_silent)
 
     def initialise(self, generator: torch.Generator) -> None:
         raise NotImplementedError
 
 
+def _silent(head: nn.Module, given: object, logits: Tensor) -> Tensor:
+    return logits.masked_fill(head.absent, NEVER)  # type: ignore[arg-type]
+
+
 class LinearHead(Head, nn.Linear):
     """``logits = f W^T + b``, with torch's usual initialisation."""
+
+    rows: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
 
     def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
         nn.Linear.__init__(self, feature_dim, classes)
@@ -45,6 +61,7 @@ class PrototypeHead(Head):
     the spec says so."""
 
     takes_scale = True
+    rows: ClassVar[dict[str, int]] = {"prototypes": 1}
 
     def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
         super().__init__()
@@ -66,6 +83,8 @@ class EtfHead(Head):
     """``logits = scale * f/||f|| A^T`` with fixed simplex anchors ``A [C, d]`` and a learnable scale [FedETF, ICCV
     2023]."""
 
+    rows: ClassVar[dict[str, int]] = {"anchors": 1}
+
     def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
         super().__init__()
         self.register_buffer("anchors", torch.empty(classes, feature_dim))
@@ -86,6 +105,7 @@ class TurnsHead(PrototypeHead):
 
     takes_scale = False
     shift = "turns"
+    rows: ClassVar[dict[str, int]] = {"prototypes": WAYS}
 
     def __init__(self, feature_dim: int, classes: int, scaled: bool) -> None:
         super().__init__(feature_dim, WAYS * classes, scaled)

@@ -161,7 +161,8 @@ class EfficientNetLite(nn.Module):
 
     @property
     def layered_dim(self) -> int:
-        return DIM + sum(len(self.blocks[place].project_conv.weight) for place in self._ends())  # type: ignore[arg-type, union-attr]
+        last = (self.get_submodule(f"blocks.{place}.project_conv") for place in self._ends())
+        return DIM + sum(conv.out_channels for conv in last if isinstance(conv, nn.Conv2d))
 
     def _ends(self) -> list[int]:
         """The last block of every stage but the first: the next one begins with a block that adds nothing."""

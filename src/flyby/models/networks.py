@@ -40,22 +40,37 @@ class Architecture:
     smallest: int = 1
     fan_out: bool = False
     worth_compiling: bool = False
+    about: str = ""  # one sentence, as `flyby methods` shows it
 
 
-def _resnet(blocks: tuple[int, ...]) -> Architecture:
-    return Architecture(resnet(blocks), resnet_widths(blocks), fan_out=True, worth_compiling=True)
+def _resnet(blocks: tuple[int, ...], about: str) -> Architecture:
+    return Architecture(resnet(blocks), resnet_widths(blocks), fan_out=True, worth_compiling=True, about=about)
 
 
 ARCHITECTURES: Registry[Architecture] = Registry(
     "model",
     {
-        "mlp": Architecture(mlp, MLP_WIDTHS),
-        "cnn-small": Architecture(cnn_small, CNN_SMALL_WIDTHS, smallest=2),
-        "cnn-fol": Architecture(cnn_fol, CNN_FOL_WIDTHS, smallest=18),
-        "vgg-wildfire": Architecture(vgg_wildfire, VGG_WILDFIRE_WIDTHS, smallest=16),
-        "resnet18": _resnet(BLOCKS_18),
-        "resnet34": _resnet(BLOCKS_34),
-        "mobilenetv2": Architecture(mobilenetv2, mobilenet_widths(), fan_out=True),
+        "mlp": Architecture(mlp, MLP_WIDTHS, about="two hidden layers on the pixels"),
+        "cnn-small": Architecture(
+            cnn_small, CNN_SMALL_WIDTHS, smallest=2, about="three convolutions; the default for images under 24 pixels"
+        ),
+        "cnn-fol": Architecture(
+            cnn_fol,
+            CNN_FOL_WIDTHS,
+            smallest=18,
+            about="FOL's three convolutions of 128 filters, for images of 32 pixels",
+        ),
+        "vgg-wildfire": Architecture(
+            vgg_wildfire,
+            VGG_WILDFIRE_WIDTHS,
+            smallest=16,
+            about="FOL's four blocks of convolutions, for satellite images",
+        ),
+        "resnet18": _resnet(BLOCKS_18, "ResNet-18; the default for images of 24 pixels and more"),
+        "resnet34": _resnet(BLOCKS_34, "ResNet-34, twice as deep"),
+        "mobilenetv2": Architecture(
+            mobilenetv2, mobilenet_widths(), fan_out=True, about="MobileNetV2, small and quick on boards"
+        ),
     },
     group="flyby.models",
 )

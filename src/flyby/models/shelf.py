@@ -24,6 +24,7 @@ IN_MEMORY = 1_000_000_000  # bytes of networks that are held at once; more stay 
 MAX_HEADER = 32 << 20
 OBJECT = 4096  # bytes that a tensor of a network takes beside its numbers
 _DTYPES = {
+    torch.bool: "BOOL",
     torch.float32: "F32",
     torch.float64: "F64",
     torch.float16: "F16",

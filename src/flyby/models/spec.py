@@ -53,15 +53,16 @@ class ModelSpec(Grown):
     ``mean`` and ``std``, 0 and 1 where empty. ``logit_scale`` puts a learnable factor on a prototype head's logits;
     ``projector`` puts linear layers of these widths, with ReLUs between, after the backbone. With a ``backbone``
     the name is that of the backbone, its own normalisation holds where no other is given, and images of any ``size``
-    are resized for it; only what stands after it and what is tuned of it is part of the state. Whatever is wrong is a
-    :class:`BadInput` of one sentence.
+    are resized for it; only what stands after it and what is tuned of it is part of the state. A ``partial``
+    network does not know all of its classes: its head says which. Whatever is wrong is a :class:`BadInput` of one
+    sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    later = frozenset({"pixels", "backbone"})
+    later = frozenset({"pixels", "backbone", "partial"})
 
     name: Word
-    classes: int = Field(ge=2, le=100_000)
+    classes: int = Field(ge=1, le=100_000)
     channels: int = Field(default=3, ge=1, le=64)
     size: Annotated[tuple[Side, Side], FromList]
     head: Word = "linear"
@@ -75,6 +76,7 @@ class ModelSpec(Grown):
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e9)], ...], FromList] = ()
     pixels: Literal["uint8", "float32"] = "uint8"
     backbone: Backbone | None = None
+    partial: bool = False
 
     @model_validator(mode="wrap")
     @classmethod
@@ -176,6 +178,10 @@ class ModelSpec(Grown):
         """A copy with some fields changed, checked like a new one (pydantic's ``model_copy`` does not check)."""
         return type(self)(**{**dict(self), **changes})
 
+    def unclassed(self) -> Self:
+        """The same whatever its classes are: what sites must have in common whose classes differ."""
+        return self.replace(classes=1, partial=False)
+
     def layer_widths(self) -> dict[str, int]:
         """Every width that can be chosen on its own, by name, as this spec has it."""
         defaults = {} if self.backbone is not None else ARCHITECTURES[self.name].widths
@@ -267,6 +273,8 @@ class Network(nn.Module):
             self.projector.append(nn.Linear(self.feature_dim, width))
             self.feature_dim = width
         self.head = HEADS[spec.head](self.feature_dim, spec.classes, spec.logit_scale)
+        if spec.partial:
+            self.head.lack(spec.classes)
         self.identity = ""  # the digest of the parcel whose weights these are, until they are trained on
 
     def train(self, mode: bool = True) -> Self:
@@ -304,6 +312,8 @@ class Network(nn.Module):
         if isinstance(self.backbone, Tuned):
             self.backbone.start()
             known = set(self.backbone.modules())
+        if self.spec.partial:
+            self.head.absent.zero_()
         for module in self.modules():
             if module in known:
                 continue

@@ -25,7 +25,9 @@ from flyby.rng import generator
 
 
 class AuroraSettings(SaltSettings, WeightingSettings, AnchorSettings):
-    align_reduction: Literal["mean", "sum"] = "mean"
+    align_reduction: Literal["mean", "sum"] = Field(
+        "mean", description="a prototype's squared distance to its anchor: mean over dimensions, or the paper's sum"
+    )
     align_classes: Literal["site", "batch"] = Field(
         "site", description="align the classes the site holds, or those in the batch"
     )
@@ -39,6 +41,7 @@ class Aurora(Anchored, Salt):
     """AURORA's client. Its extra state is two scalars and their two velocities."""
 
     name = "aurora"
+    about = "SALT, and prototypes drawn to anchors that all sites share, by a strength each site learns"
     paper = "AURORA"
     provides = Salt.provides | {"anchors"}
     settings_type: ClassVar[type[ObjectiveSettings]] = AuroraSettings

@@ -58,11 +58,13 @@ class Objective(nn.Module):
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
+    about: ClassVar[str] = ""  # one sentence, as `flyby methods` shows it
     provides: ClassVar[frozenset[str]] = frozenset({"weights", "class_counts"})
     head: ClassVar[str] = "linear"
     settings_type: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
     batch: ClassVar[int] = 64
     trains: ClassVar[bool] = True  # where it does not, a site's epochs are 0
+    one_class: ClassVar[bool] = False  # whether there is something to learn where the list has a single class
     per_sample: ClassVar[bool] = False  # whether the loss is a mean over images, each alone, as private training needs
     sends: ClassVar[tuple[str, ...]] = ()  # statistics that it sends without being asked, each also in ``provides``
     training: bool

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flyby.data.site import Site
+from flyby.errors import BadInput
 from flyby.models import ModelSpec, Network
 from flyby.models.shifts import WAYS, shifted, spread, ways_of
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms
@@ -57,9 +58,11 @@ class Found(NamedTuple):
 
 class Bearings(Salt):
     name = "bearings"
+    about = "SALT on classes and quarter turns, so that a site of one class has something to tell apart"
     paper = "flyby"
     provides = Salt.provides | {"moments"}
     sends = ("moments",)
+    one_class = True
     settings_type: ClassVar[type[ObjectiveSettings]] = BearingsSettings
     settings: BearingsSettings
     found: Found | None = None
@@ -73,6 +76,11 @@ class Bearings(Salt):
         self.found = self._decided(spec, site, seed)
         if self.found.why:
             log.info("%s shows no %s: %s", site.id, self.settings.shift, self.found.why)
+        if self.found.shift == "none" and spec.classes == 1:
+            raise BadInput(
+                f"{site.id} has one class and shows it in no other way ({self.found.why or 'objective.shift=none'}), so"
+                " there is nothing to learn; give the classes of all sites with --classes LIST, or use --method ridge"
+            )
         return spec if self.found.shift != "none" else spec.replace(head=self.head)
 
     def _decided(self, spec: ModelSpec, site: Site, seed: int) -> Found:

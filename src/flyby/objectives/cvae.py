@@ -28,14 +28,18 @@ class CvaeSettings(SupervisedSettings):
     latent: int = Field(16, ge=1, le=4096, description="length of z; the same at every site for fedcvae-kd")
     width: int = Field(32, ge=1, le=4096, description="filters of encoder and decoder")
     beta: float = Field(1.0, ge=0, description="weight of the KL term")
-    reconstruction: Literal["bce", "mse"] = "bce"
+    reconstruction: Literal["bce", "mse"] = Field(
+        "bce", description="pixels as Bernoulli (bce) or unit Gaussian (mse) variables"
+    )
 
 
 class Cvae(Supervised):
     """A classifier and a conditional VAE, trained side by side."""
 
     name = "cvae"
+    about = "a plain classifier, and beside it a conditional VAE whose decoder travels"
     per_sample = False  # it trains a decoder beside the network
+    one_class = True  # for the decoder's sake
     paper = "FedCVAE: Heinbaugh et al., ICLR 2023"
     provides = Supervised.provides | {"decoder"}
     settings_type: ClassVar[type[ObjectiveSettings]] = CvaeSettings

@@ -22,6 +22,7 @@ from flyby.objectives.supervised import Supervised
 
 class BalancedEtf(Anchored, Supervised):
     name = "etf"
+    about = "a fixed simplex classifier with a learnable scale and balanced softmax"
     per_sample = False  # its loss uses the exact class counts
     paper = "FedETF: Li et al., ICCV 2023"
     provides = frozenset({"weights", "class_counts", "prototypes", "anchors", "calibration"})

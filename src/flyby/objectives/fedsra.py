@@ -35,6 +35,7 @@ class FedSraSettings(AnchorSettings):
 
 class FedSra(Anchored):
     name = "fedsra"
+    about = "features drawn to fixed anchors that all sites share, with contrast between classes"
     paper = "FedSRA, 2026"
     provides = frozenset({"weights", "class_counts", "prototypes", "anchors", "calibration", "moments"})
     sends = ("moments",)

@@ -17,7 +17,9 @@ class Frozen(Objective):
     """Trains nothing: its epochs are 0, whatever was asked for, and its loss is never called."""
 
     name = "frozen"
+    about = "nothing is trained: a site looks at its images once and sends what it is asked to measure"
     trains = False
+    one_class = True
     provides = frozenset({"weights", "class_counts"})
 
     @classmethod

@@ -70,6 +70,7 @@ class Salt(Objective):
     """FAFI's client: SALT on learnable prototypes, no anchor."""
 
     name = "salt"
+    about = "classification, contrast and learnable prototypes over two views of every image"
     paper = "FAFI: Zeng et al., ICML 2025"
     provides = frozenset({"weights", "class_counts", "prototypes", "calibration"})
     head = "prototype"

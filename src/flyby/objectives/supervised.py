@@ -14,13 +14,14 @@ from flyby.objectives.base import Batch, Objective, ObjectiveSettings, Terms, ac
 
 
 class SupervisedSettings(ObjectiveSettings):
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of every label that is spread over all classes")
 
 
 class Supervised(Objective):
     """Cross-entropy of a linear head."""
 
     name = "supervised"
+    about = "cross-entropy of a linear head"
     provides = frozenset({"weights", "class_counts", "prototypes", "calibration"})
     settings_type: ClassVar[type[ObjectiveSettings]] = SupervisedSettings
     settings: SupervisedSettings

@@ -32,7 +32,9 @@ def schedule(progress: Tensor) -> Tensor:
 class WeightingSettings(ObjectiveSettings):
     weighting: Literal[
         "none", "fixed", "linear", "cosine", "learnable", "gradnorm", "kendall", "decoupled", "meta-anneal", "aurora"
-    ] = "aurora"
+    ] = Field(
+        "aurora", description="how lambda, the weight of alignment, comes about: none of it, by a rule, or learnt"
+    )
     anneal_on: Literal["log", "data"] | None = Field(
         None, description="which term s(p) multiplies; log, or data in the as-run preset"
     )
@@ -40,10 +42,10 @@ class WeightingSettings(ObjectiveSettings):
     gamma: float = Field(1e-3, ge=0, description="strength of the stability term")
     lambda_cap: float | None = Field(None, gt=0, description="a hard cap on lambda; off by default: the bound is soft")
     lambda_start: float = Field(18.0, ge=0, description="start of the linear and cosine schedules")
-    lambda_fixed: float = Field(10.0, ge=0)
-    sigma_lr: float = Field(0.005, gt=0)
-    sigma_momentum: float = Field(0.9, ge=0, lt=1)
-    sigma_clip: float = Field(1.0, gt=0)
+    lambda_fixed: float = Field(10.0, ge=0, description="lambda of weighting: fixed")
+    sigma_lr: float = Field(0.005, gt=0, description="learning rate of the two uncertainties")
+    sigma_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the two uncertainties")
+    sigma_clip: float = Field(1.0, gt=0, description="largest gradient of the two uncertainties")
     sigma_init: Literal["zero", "entropy"] | None = Field(None, description="zero, or entropy in the as-run preset")
 
 

@@ -47,11 +47,12 @@ def seconds(text: str, option: str = "--deadline") -> float:
 @dataclass(frozen=True)
 class Quorum:
     """Who is awaited: ``names`` or at least ``number`` senders end the wait at once; ``least`` senders are enough at
-    the deadline."""
+    the deadline, and before it (``soon``) where nobody said how many there will be."""
 
     number: int | None = None
     names: frozenset[str] = frozenset()
     least: int = 1
+    soon: bool = False
 
     @classmethod
     def of(cls, expect: str | None, least: int | None) -> Quorum:
@@ -67,10 +68,14 @@ class Quorum:
                 f"--min-sites {least} must be at least 1"
                 + (f" and at most the {number} that are expected" if number else "")
             )
-        return cls(number, names, least or number or 1)
+        return cls(number, names, least or number or 1, soon=number is None and least is not None)
 
     def complete(self, senders: set[str]) -> bool:
         return self.number is not None and len(senders) >= self.number
+
+    def enough(self, senders: set[str]) -> bool:
+        """Whether the wait may end once nothing more arrives."""
+        return self.soon and len(senders) >= self.least
 
     def missing(self, senders: set[str]) -> list[str]:
         return sorted(self.names - senders)
@@ -217,12 +222,14 @@ def gather(
     *,
     deadline: float | None = None,
     poll: float = 5.0,
+    settle: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Arrivals:
-    """Wait until the quorum is complete or the deadline has passed, and return what lies in the folder then. ``check``
-    reads a parcel and refuses it by raising BadInput; a file that is refused because it ends too soon (Truncated) is
-    not whole yet and is tried again when it changes.
+    """Wait until the quorum is complete, or enough are there and nothing changed in the folder for ``settle`` seconds
+    (others may be on their way), or the deadline has passed; and return what lies in the folder then. ``check`` reads
+    a parcel and refuses it by raising BadInput; a file that is refused because it ends too soon (Truncated) is not
+    whole yet and is tried again when it changes.
 
     ``deadline`` is in seconds of a monotonic clock, so a system clock that is set meanwhile changes nothing. Looks
     follow each other quickly while something happens and are ``poll`` seconds apart at the most. Too few at the
@@ -230,39 +237,47 @@ def gather(
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; make it, or name the folder in which the .parcel files arrive")
-    if deadline is None and quorum.number is None:
+    if deadline is None and quorum.number is None and not quorum.soon:
         raise BadInput(
-            "nothing would end the wait; add --deadline 2h, or --expect with the number or the names of the sites"
+            "nothing would end the wait; add --deadline 2h, --min-sites N, or --expect with the number or the names of"
+            " the sites"
         )
     inbox = Watched(folder, check, quorum.names)
     began, pause = clock(), QUICK
+    still = began  # since when nothing has changed
     with _status_line(quorum) as tell:
         while True:
             # Before the look: one that begins at the deadline still counts.
             over = deadline is not None and clock() - began >= deadline
             changed = inbox.look()
             made = inbox.arrivals()
+            still = clock() if changed else still
             made.waited = clock() - began
             tell(made, None if deadline is None else max(0.0, deadline - made.waited), inbox.trouble)
-            if quorum.complete(set(made.senders)):
+            senders, ready = set(made.senders), clock() - still >= settle and not inbox.trouble
+            if quorum.complete(senders) or (quorum.enough(senders) and ready):
                 return made
             if over:
                 return _enough(made, quorum, made.waited, inbox.trouble)
             pause = QUICK if changed else min(2 * pause, poll)
-            left = pause if deadline is None else deadline - (clock() - began)
-            sleep(max(0.0, min(pause, poll, left)))
+            ends = [] if deadline is None else [began + deadline]
+            ends += [still + settle] if quorum.enough(senders) and not inbox.trouble else []
+            sleep(max(0.0, min(pause, poll, *(end - clock() for end in ends))))
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A wait as the command line words it: ``--deadline``, ``--expect``, ``--min-sites``, ``--poll``."""
+    """A wait as the command line words it: ``--deadline``, ``--expect``, ``--min-sites``, ``--poll``, ``--settle``."""
 
     quorum: Quorum
     deadline: float | None
     poll: float
+    settle: float = 10.0
 
     @classmethod
-    def of(cls, watch: bool, deadline: str | None, expect: str | None, least: int | None, poll: str) -> Waiting | None:
+    def of(
+        cls, watch: bool, deadline: str | None, expect: str | None, least: int | None, poll: str, settle: str = "10s"
+    ) -> Waiting | None:
         """None without ``--watch``, which the other options belong to."""
         if not watch:
             if any(option is not None for option in (deadline, expect, least)):
@@ -270,10 +285,11 @@ class Waiting:
                     "--deadline, --expect and --min-sites say how long to wait for whom, so they need --watch"
                 )
             return None
-        return cls(Quorum.of(expect, least), None if deadline is None else seconds(deadline), seconds(poll, "--poll"))
+        ends = None if deadline is None else seconds(deadline)
+        return cls(Quorum.of(expect, least), ends, seconds(poll, "--poll"), seconds(settle, "--settle"))
 
     def gather(self, folder: Path, check: Check) -> Arrivals:
-        return gather(folder, check, self.quorum, deadline=self.deadline, poll=self.poll)
+        return gather(folder, check, self.quorum, deadline=self.deadline, poll=self.poll, settle=self.settle)
 
 
 def _enough(made: Arrivals, quorum: Quorum, waited: float, trouble: str) -> Arrivals:

@@ -11,11 +11,11 @@ Each parcel alone, as it arrives (:meth:`Gate.check`):
 6. ``content``: hashes, shapes, finite numbers (``flyby.parcels.parcel.read``);
 7. ``norm``: the root mean square of every tensor within an absolute bound.
 
-All together, once (:meth:`Gate.settle`): ``fit`` (the same classes and images as most), ``copy`` (the same tensors
-under another name), ``norm`` again, against the median of the others, ``answers`` (finite logits within range), where
-there are labelled images ``accuracy``, and ``extras``: what travels beside the weights is of the declared type, shape
-and range, and what a rule will use is sound. What disagrees is only remarked on: honest sites with different classes
-agree with nobody, so no threshold would be safe (docs/signing.md has the numbers).
+All together, once (:meth:`Gate.settle`): ``fit`` (the same images as most; classes may differ), ``copy`` (the same
+tensors under another name), ``norm`` again, against the median of the others, ``answers`` (finite logits within range),
+where there are labelled images ``accuracy``, and ``extras``: what travels beside the weights is of the declared type,
+shape and range, and what a rule will use is sound. What disagrees is only remarked on: honest sites with different
+classes agree with nobody, so no threshold would be safe (docs/signing.md has the numbers).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from flyby import files
+from flyby.data.classes import part_for
 from flyby.data.site import Part
 from flyby.errors import BadInput
 from flyby.models.cost import cost_of
@@ -38,7 +39,7 @@ from flyby.models.shelf import IN_MEMORY
 from flyby.models.spec import ModelSpec
 from flyby.names import printable
 from flyby.parcels import container, parcel, plausible, signing
-from flyby.parcels.inbox import other_classes, unlike
+from flyby.parcels.inbox import unlike
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Manifest, Parcel
 from flyby.parcels.plausible import Policy
@@ -129,6 +130,7 @@ class Gate:
         self.accuracies: dict[str, float] = {}  # sender -> share of the validation images that its own model gets right
         self._earlier = {c.sender: c.digest for c in earlier.crossings} if earlier is not None else {}
         self._reads = frozenset({"weights"})  # what the rule, if there is one, looks at in a parcel
+        self._names: Sequence[str] | None = None  # the classes of the validation images
         self._waiting: dict[str, Admitted] = {}
         self._senders: set[str] = set()  # of those that wait, and what they take on disk and in memory
         self._bytes = self._memory = 0
@@ -266,13 +268,14 @@ class Gate:
         rule: str | None = None,
         needs: Iterable[str] = (),
         beside: plausible.Beside | None = None,
+        names: Sequence[str] | None = None,
     ) -> list[Admitted]:
-        """Those that may be fused, in the order they came. ``validation`` are labelled images in the parcels' class
-        order; ``like`` is a manifest that all must fit (by default most decide); ``rule`` names a fusion that needs one
-        architecture; ``needs`` is what a fusion asks every parcel for; ``beside`` examines the extras. Fills the ledger
-        and the quarantine.
+        """Those that may be fused, in the order they came. ``validation`` are labelled images, of the classes ``names``
+        (by default in the parcels' own order); ``like`` is a manifest that all must fit (by default most decide);
+        ``rule`` names a fusion that needs one architecture; ``needs`` is what a fusion asks every parcel for;
+        ``beside`` examines the extras. Fills the ledger and the quarantine.
         """
-        self._reads = frozenset(needs) or self._reads
+        self._reads, self._names = frozenset(needs) or self._reads, names
         self._fit(like, rule)
         self._carries(needs)
         self._copies()
@@ -288,7 +291,7 @@ class Gate:
         return self.waiting
 
     def typical(self) -> Manifest:
-        """The manifest that stands for most: their classes and images, and of these the commonest network."""
+        """The manifest that stands for most: their images, and of these the commonest network."""
         alike = self._most(self._most(self._waiting.values(), _form), lambda m: m.spec)
         return min(alike, key=lambda one: (self._standing(one), one.manifest.sender)).manifest
 
@@ -330,9 +333,7 @@ class Gate:
         first = like or self.typical()
         for key, one in list(self._waiting.items()):
             m = one.manifest
-            if m.class_names != first.class_names:
-                self._drop(key, "fit", other_classes(m, first))
-            elif _form(m) != _form(first):
+            if _form(m) != _form(first):
                 sizes = [f"{spec.size[0]}x{spec.size[1]}x{spec.channels}" for spec in (m.spec, first.spec)]
                 self._drop(
                     key,
@@ -348,9 +349,9 @@ class Gate:
                     " networks of about one size",
                 )
         if rule is not None and self._waiting:
-            first = self._most(self._waiting.values(), lambda m: m.spec)[0].manifest
+            first = self._most(self._waiting.values(), lambda m: m.spec.unclassed())[0].manifest
             for key, one in list(self._waiting.items()):
-                if one.manifest.spec != first.spec:
+                if one.manifest.spec.unclassed() != first.spec.unclassed():
                     self._drop(key, "fit", unlike(rule, one.manifest, first))
 
     def _dearest(self, usual: ModelSpec) -> int:
@@ -395,7 +396,8 @@ class Gate:
     def _against_median(self, norms: Mapping[str, plausible.Norms]) -> None:
         groups: dict[tuple[ModelSpec, tuple[str, ...]], dict[str, plausible.Norms]] = {}
         for key, found in norms.items():
-            groups.setdefault((self._waiting[key].manifest.spec, tuple(found.rms)), {})[key] = found
+            spec = self._waiting[key].manifest.spec.unclassed()
+            groups.setdefault((spec, tuple(found.rms)), {})[key] = found
         for group in groups.values():
             for key, reason in plausible.outliers(group, self.policy).items():
                 self._drop(
@@ -427,16 +429,21 @@ class Gate:
                     if "weights" in self._reads or validation is not None
                     else None
                 )
+            if validation is not None:  # of the classes that this sender knows, in its order
+                validation, own = part_for(
+                    validation, self._names or one.manifest.class_names, one.manifest.class_names
+                )
             if validation is not None and answers is not None:
-                labels = validation.labels.cpu()
-                judged = plausible.judge(answers == labels, labels, counts, classes, lenient=True)
-                self.accuracies[one.manifest.sender] = float((answers == labels).double().mean())
+                labels, known = own.cpu(), own.cpu() >= 0
+                right = answers == labels
+                judged = plausible.judge(right[known], labels[known], counts, classes, lenient=True)
+                self.accuracies[one.manifest.sender] = float(right.double().mean())
                 # A network that no rule reads has learned nothing, and need not have.
                 if not judged.passes and "weights" in self._reads:
                     raise Refused(judged.reason, "accuracy")
             if beside is not None:
                 with _stage("extras"):
-                    sizes |= beside(item, validation, device)
+                    sizes |= beside(item, validation if validation else None, device)
         except Exception as error:  # whatever a stranger's model does, it is the stranger's fault
             crash = Refused(f"it crashes on a batch of images ({type(error).__name__})", "answers")
             refused = error if isinstance(error, Refused) else crash
@@ -560,7 +567,7 @@ def _content(source: Path | Parcel, text: bytes, block: bytes, max_bytes: int) -
 
 
 def _form(manifest: Manifest) -> tuple[object, ...]:
-    return manifest.class_names, manifest.spec.size, manifest.spec.channels, manifest.spec.pixels
+    return manifest.spec.size, manifest.spec.channels, manifest.spec.pixels
 
 
 def _key(source: Path | Parcel) -> str:

@@ -1,4 +1,5 @@
-"""The noun ``Inbox``: the parcels that a rule may use together, in one order and about the same classes."""
+"""The noun ``Inbox``: the parcels that a rule may use together, in one order. Their classes may differ: a rule sees
+them over the union of all names (``flyby.fusion.alignment``)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from flyby.data.classes import union
 from flyby.errors import BadInput
 from flyby.models import Network
 from flyby.models.cost import Limits
@@ -67,8 +69,19 @@ class Inbox:
         return Shelf(len(self), lambda place: self.read(place).network())
 
     @property
+    def one_list(self) -> bool:
+        """Whether all parcels name the same classes in the same order."""
+        return all(m.class_names == self.manifests[0].class_names for m in self.manifests)
+
+    @property
     def class_names(self) -> tuple[str, ...]:
-        return self.manifests[0].class_names
+        """All classes that a parcel names, those of one list in its order."""
+        return union(m.class_names for m in self.manifests)
+
+    @property
+    def held(self) -> torch.Tensor:
+        """Which classes each network knows, bool [K, C]."""
+        return torch.ones(len(self), len(self.class_names), dtype=torch.bool)
 
     @property
     def samples(self) -> list[int]:
@@ -91,8 +104,6 @@ class Inbox:
             if m.sender in seen:
                 raise BadInput(f"two parcels come from {m.sender!r}; each participant sends exactly one")
             seen.add(m.sender)
-            if m.class_names != first.class_names:
-                raise BadInput(other_classes(m, first))
             takes, wanted = ((one.spec.size, one.spec.channels, one.spec.pixels) for one in (m, first))
             if takes != wanted:
                 raise BadInput(
@@ -117,16 +128,6 @@ class Inbox:
             )
 
 
-def other_classes(one: Manifest, other: Manifest) -> str:
-    """Why parcels over different classes cannot be used together, which class it is, and what to do."""
-    differ = sorted(set(one.class_names) ^ set(other.class_names))
-    named = f"{differ[0]} is known to one of them" if differ else "the same ones in another order"
-    return (
-        f"{one.sender} and {other.sender} name different classes ({named}); parcels can only be used over the same"
-        " classes, so give each site a class folder for every class, an empty one where it has no images"
-    )
-
-
 def unshifted(item: Parcel) -> Parcel:
     """The same upload for a rule that shows images as they are: of a head that knows a shift only the rows for those
     are left, as a plain prototype head."""
@@ -140,6 +141,11 @@ def unshifted(item: Parcel) -> Parcel:
 
 def unlike(rule: str, one: Manifest, other: Manifest) -> str:
     """Why a rule that combines weights cannot take two parcels together, and what to do."""
+    if one.spec.unclassed() == other.spec.unclassed():
+        return (
+            f"{rule} needs networks for the same classes, and {one.sender} and {other.sender} know different ones;"
+            " train all sites with one list, --classes LIST"
+        )
     if one.spec.replace(mean=other.spec.mean, std=other.spec.std) == other.spec:
         return (
             f"{rule} needs one normalisation, and {one.sender} and {other.sender} have each their own; train all sites"
@@ -151,4 +157,4 @@ def unlike(rule: str, one: Manifest, other: Manifest) -> str:
             " sizes or tuned parts; train all sites with the same --backbone, --backbone-size and --tune"
         )
     sent = f"{one.sender} sent {one.spec.name} and {other.sender} {other.spec.name} (or other widths or head)"
-    return f"{rule} needs one architecture, but {sent}; use ensemble"
+    return f"{rule} needs one architecture, but {sent}; train all with flyby train --like PARCEL, or use ensemble"

@@ -149,7 +149,7 @@ def judge(
     shown = [c for c in claimed if bool((labels == c).any())]
     recalls = torch.tensor([float(right[labels == c].double().mean()) for c in shown], dtype=torch.float64)
     judged = sum(int((labels == c).sum()) for c in shown)
-    if judged < FEWEST:
+    if judged < FEWEST or classes < 2:  # who knows one class has nothing to tell it from
         return Judgement(True, float(recalls.mean()) if shown else math.nan, judged)
     weights = torch.tensor([1 if counts is None else counts[c] for c in shown], dtype=torch.float64)
     best = max(float(recalls.mean()), float((recalls * weights).sum() / weights.sum()))

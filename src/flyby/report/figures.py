@@ -14,15 +14,16 @@ from flyby.drawing import (
     INK,
     LETTER,
     MUTED,
+    NARROW,
     PALETTE,
     QUIET,
-    WIDTH,
     Drawing,
     Floats,
     canvas,
     clean,
     place_axes,
     room,
+    wide,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 LEGEND_LIMIT = 10
 
-_GUIDE: dict[str, Any] = {"color": "#b3bac2", "linestyle": (0, (5, 4)), "linewidth": 1.3}
+_GUIDE: dict[str, Any] = {"color": QUIET, "linestyle": (0, (5, 4)), "linewidth": 1.3}
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,24 @@ class Panel:
 
 
 @Drawing
-def run_bars(names: Sequence[str], percents: Sequence[float]) -> Figure:
-    """One horizontal bar a run, the best in the accent colour, each with its number."""
-    labels = [clean(name, 28) for name in names]
+def run_bars(
+    names: Sequence[str], percents: Sequence[float], spans: Sequence[tuple[float, float] | None] = ()
+) -> Figure:
+    """One horizontal bar per run, the best in the accent colour, each with its number and its interval, if known."""
+    labels = [clean(name, 28 if wide() > NARROW else 16) for name in names]
     left = room(labels)
     figure = canvas(30 * len(labels) + 34)
-    axes = place_axes(figure, left, 4, WIDTH - left - 60, 30 * len(labels))
+    axes = place_axes(figure, left, 4, wide() - left - (60 if wide() > NARROW else 44), 30 * len(labels))
     rows = range(len(labels))
     for row, percent in zip(rows, percents, strict=True):
         best = f"{percent:.1f}" == f"{max(percents):.1f}"  # runs that print alike are alike
         axes.barh(row, percent, height=0.62, color=ACCENT if best else QUIET)
+        ends = spans[row] if spans else None
+        if ends is not None:
+            axes.plot(ends, (row, row), color=INK, linewidth=1.2, marker="|", markersize=6)
         axes.annotate(
             f"{percent:.1f}",
-            (percent, row),
+            (max(percent, ends[1]) if ends else percent, row),
             (6, 0),
             "data",
             "offset points",
@@ -84,7 +90,7 @@ def run_bars(names: Sequence[str], percents: Sequence[float]) -> Figure:
 def class_bars(names: Sequence[str], percents: Sequence[float]) -> Figure:
     """One column a class from 0 to 100 %; a class that was never tested (NaN) has no column."""
     labels = [clean(name, 16) for name in names]
-    pitch = min((WIDTH - 60) / len(labels), 78)
+    pitch = min((wide() - 60) / len(labels), 78)
     turned = max(map(len, labels)) * LETTER > pitch
     step = max(1, math.ceil(13 / pitch)) if turned else 1
     foot = room(labels) + 6 if turned else 28
@@ -126,13 +132,15 @@ def curves(panels: Sequence[Panel], height: float = 220) -> Figure:
     )
     keys += [(panel.guide_label, Line2D([], [], **_GUIDE)) for panel in panels if panel.guide]
     widths = [room([label]) + 40 for label, _ in keys]
-    per_row = len(keys) if sum(widths) <= WIDTH - 40 else int((WIDTH - 40) // max(widths))
+    per_row = len(keys) if sum(widths) <= wide() - 40 else max(1, int((wide() - 40) // max(widths)))
     foot = 22 * math.ceil(len(keys) / per_row) + 8 if keys else 0
-    gap = 52
-    wide = (WIDTH - 6 - gap * max(2, len(panels))) / max(2, len(panels))
-    figure = canvas(30 + height + 40 + foot)
+    gap, tall = 52, height + 70
+    across = max(2, len(panels)) if wide() > NARROW else 1
+    each = (wide() - 6 - gap * across) / across
+    figure = canvas(tall * math.ceil(len(panels) / across) + foot)
     for place, panel in enumerate(panels):
-        axes = place_axes(figure, (gap + wide) * place + gap - 8, 30, wide, height)
+        row, column = divmod(place, across)
+        axes = place_axes(figure, (gap + each) * column + gap - 8, tall * row + 30, each, height)
         if panel.guide:
             (start, high), (end, low) = panel.guide[0], panel.guide[-1]  # in small steps: a logarithmic axis bends it
             axes.plot(np.linspace(start, end, 200), np.linspace(high, low, 200), **_GUIDE, zorder=1)
@@ -151,7 +159,7 @@ def curves(panels: Sequence[Panel], height: float = 220) -> Figure:
         labels, handles = zip(*keys, strict=True)
         where: dict[str, Any] = {
             "loc": "lower left",
-            "bbox_to_anchor": ((gap - 8) / WIDTH, 0),
+            "bbox_to_anchor": ((gap - 8) / wide(), 0),
             "borderpad": 0,
             "borderaxespad": 0,
         }

@@ -4,15 +4,16 @@ the slope chart of them all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flyby.drawing import ACCENT, INK, PALETTE, WIDTH, Drawing, canvas, clean, place_axes
+from flyby.drawing import ACCENT, INK, NARROW, PALETTE, Drawing, canvas, clean, place_axes, wide
 from flyby.errors import BadInput
 from flyby.meeting.settings import VARIANTS
 from flyby.report import figures, page
 from flyby.report.figures import Panel
-from flyby.report.read import RunData
+from flyby.report.read import RunData, around
 from flyby.runs.methods import METHODS, PRINTED
 from flyby.runs.paired import Paired, mean_error
 
@@ -27,17 +28,74 @@ WORSE = PALETTE[1]
 
 def sections_of(run: RunData) -> list[dict[str, Any]]:
     """The sections of a run whose nodes met, from what its folder says of each of them; none of any other run."""
-    if not run.nodes:
-        return []
+    return _careful(run, lambda: sections(run.nodes, _variant(run), int(run.result["rounds"]))) if run.nodes else []
+
+
+def _variant(run: RunData) -> str:
     method = str(run.result.get("method"))
-    variant = METHODS[method].orient if method in METHODS else None
+    return (METHODS[method].orient if method in METHODS else None) or method
+
+
+def _careful(run: RunData, made: Callable[[], Any]) -> Any:
     try:
-        return sections(run.nodes, variant or method, int(run.result["rounds"]))
+        return made()
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise BadInput(
             f"nodes/ of the run {run.name} does not hold what was measured at its nodes ({type(error).__name__}:"
             f" {error}); take the folder away, or run it again"
         ) from None
+
+
+def summary(runs: Sequence[RunData]) -> str:
+    """A table of what the nodes had alone and have after the last round, the best first; empty where nobody met. A
+    line that several runs share is one."""
+    lines: dict[tuple[str, tuple[float, ...]], list[float] | None] = {}
+    for run in runs:
+        if run.nodes:
+            lines |= _careful(run, partial(_lines, run.nodes, _variant(run)))
+    if not lines:
+        return ""
+    shared = any(common is not None for common in lines.values())
+    rows = []
+    for (name, own), common in sorted(lines.items(), key=lambda line: -sum(line[0][1]) / len(line[0][1])):
+        mean, gap = mean_error(own)[0], _over_local(lines, own) if name != "local" else None
+        moved = [f"{100 * gap.mean:+.1f}", f"{gap.up} / {gap.down}", _p(gap.p)] if gap else ["", "", ""]
+        seen = [page.percent(page.mean(common or [])), page.interval(around(common or []))] * shared
+        rows.append([name, page.percent(mean), page.interval(around(own)), *moved, *seen])
+    head = ["Model", "Own test %", "95 % interval", "Over local, points", "Nodes up / down", "p"]
+    head += ["Common images %", "95 % interval"] * shared
+    note = (
+        f"Mean over {len(rows and next(iter(lines))[1])} nodes after the last round, and 1.96 standard errors of it"
+        " over the nodes; p is of a paired sign-flip test against the local models."
+    )
+    table = page.table(
+        head, rows, numeric=range(1, len(head)), key="nodes", label="What the nodes have, one row per model"
+    )
+    return table + f'<p class="note">{note}</p>'
+
+
+def _lines(facts: NodeFacts, variant: str) -> dict[tuple[str, tuple[float, ...]], list[float] | None]:
+    """(name, accuracy by node) of the local models, the students and the teachers; with that on common images."""
+    student, teacher = PRINTED.get(variant, (variant, ""))
+    nodes = list(facts.values())
+    found: dict[tuple[str, tuple[float, ...]], list[float] | None] = {}
+    for name, who in (("local", "local"), (student, "student"), (teacher, "teacher")):
+        if name:
+            places = [one if who == "local" else one["rounds"][-1] for one in nodes]
+            known = all(place.get("common", {}).get(who) for place in places)
+            common = [float(place["common"][who]["accuracy"]) for place in places] if known else None
+            found[name, tuple(float(place[who]) for place in places)] = common
+    return found
+
+
+def _over_local(lines: Mapping[tuple[str, tuple[float, ...]], Any], own: Sequence[float]) -> Paired | None:
+    """Against the local models at the same nodes; where runs began from several, there is no one answer."""
+    local = [values for name, values in lines if name == "local" and len(values) == len(own)]
+    return Paired.of(own, local[0]) if len(local) == 1 else None
+
+
+def _p(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.001 else "< 0.001"
 
 
 def sections(facts: NodeFacts, variant: str, rounds: int) -> list[dict[str, Any]]:
@@ -69,7 +127,8 @@ def nodes(facts: NodeFacts, variant: str, last: int) -> dict[str, Any]:
         "text": "Accuracy of each judged node on its own test images: its pretrained model, then after every round. "
         + _said(columns, rows, 5, last),
         "slopes": slopes,
-        "table": {"columns": columns, "rows": [*rows, *_sums(rows, 2, 5)]},
+        "table": {"columns": _in_percent(columns, 5), "rows": _percents([*rows, *_sums(rows, 2, 5)], 5)},
+        "folded": True,
     }
 
 
@@ -100,7 +159,7 @@ def common(facts: NodeFacts, variant: str, last: int) -> list[dict[str, Any]]:
     keys = [key for key in MORE if key in of(next(iter(facts.values())), "local", -1)]
     ends = [one for one in series if one[2] in (-1, last - 1)]
     others = [
-        [title, *(_with_error([of(one, who, number)[key] for one in facts.values()]) for key in keys)]
+        [title, *(_figure(key, [of(one, who, number)[key] for one in facts.values()]) for key in keys)]
         for title, who, number in ends
     ]
     return [
@@ -108,7 +167,8 @@ def common(facts: NodeFacts, variant: str, last: int) -> list[dict[str, Any]]:
             "title": "On common images",
             "text": text + _said(columns, rows, 2, last),
             "slopes": slopes,
-            "table": {"columns": columns, "rows": [*rows, *_sums(rows, 1, 2)]},
+            "table": {"columns": _in_percent(columns, 2), "rows": _percents([*rows, *_sums(rows, 1, 2)], 2)},
+            "folded": True,
         },
         {
             "title": "More than accuracy",
@@ -117,6 +177,18 @@ def common(facts: NodeFacts, variant: str, last: int) -> list[dict[str, Any]]:
             * ("recall" in keys),
             "table": {"columns": ["", *(MORE[key] for key in keys)], "rows": others},
         },
+    ]
+
+
+def _in_percent(columns: list[str], first: int) -> list[str]:
+    return [*columns[:first], *(f"{column} %" for column in columns[first:])]
+
+
+def _percents(rows: list[list[Any]], first: int) -> list[list[Any]]:
+    """Shares from the column ``first`` on as per cent; the line of p stays as it is."""
+    return [
+        [*row[:first], *(value if row[0] == "p" or value is None else f"{100 * value:.1f}" for value in row[first:])]
+        for row in rows
     ]
 
 
@@ -155,7 +227,7 @@ def _said(columns: list[str], rows: list[list[Any]], local: int, last: int) -> s
     alone, said = [row[local] for row in rows], []
     for place in range(local + last, len(columns), last):
         gap = Paired.of([row[place] for row in rows], alone)
-        moved = f"{gap.up} up, {gap.down} down" + (f", p {gap.p:.3f}" if len(rows) > 1 else "")
+        moved = f"{gap.up} up, {gap.down} down" + (f", p {_p(gap.p)}" if len(rows) > 1 else "")
         said.append(
             f"{columns[place]} {_with_error([row[place] for row in rows])} ({100 * gap.mean:+.1f} points; {moved})"
         )
@@ -164,7 +236,15 @@ def _said(columns: list[str], rows: list[list[Any]], local: int, last: int) -> s
 
 def _with_error(values: Sequence[float]) -> str:
     mean, error = mean_error(values)
-    return f"{mean:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+    return f"{100 * mean:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "") + " %"
+
+
+def _figure(key: str, values: Sequence[float]) -> str:
+    """Shares in per cent; a log-loss is none."""
+    mean, error = mean_error(values)
+    return (
+        f"{mean:.3f}" + (f" ± {error:.3f}" if error is not None else "") if key == "log_loss" else _with_error(values)
+    )
 
 
 def learning(facts: NodeFacts) -> dict[str, Any] | None:
@@ -226,7 +306,9 @@ def theorems(facts: NodeFacts) -> dict[str, Any] | None:
         " learning rates under the last column; its convexity is the anchor's own."
     )
     return (
-        {"title": "What the theorems say", "text": text, "table": {"columns": columns, "rows": rows}} if rows else None
+        {"title": "What the theorems say", "text": text, "table": {"columns": columns, "rows": rows}, "names": 2}
+        if rows
+        else None
     )
 
 
@@ -260,7 +342,8 @@ def pruning(facts: NodeFacts) -> dict[str, Any] | None:
         "Means over a node's neighbours; latency is of those that became smaller, on a batch of up to 64 images,"
         " measured in the run."
     )
-    return {"title": "Pruning", "text": text, "table": {"columns": columns, "rows": rows}} if rows else None
+    table = {"columns": columns, "rows": rows}
+    return {"title": "Pruning", "text": text, "table": table, "names": 2} if rows else None
 
 
 def meetings(facts: NodeFacts) -> dict[str, Any]:
@@ -279,6 +362,7 @@ def meetings(facts: NodeFacts) -> dict[str, Any]:
         "title": "Meetings",
         "text": text,
         "table": {"columns": ["node", "round", "neighbours", "chosen", "notes"], "rows": rows},
+        "names": 2,
     }
 
 
@@ -297,7 +381,7 @@ def _mean(values: Sequence[float]) -> float:
 def line_chart(key: str, label: str, panels: object) -> str:
     """The chart of a section's ``panels``; empty where it has none."""
     found = [panel for panel in panels if isinstance(panel, Panel)] if isinstance(panels, list) else []
-    return figures.curves(_identifier(key), label, found, 170) if found else ""
+    return figures.curves.both(_identifier(key), label, found, 170) if found else ""
 
 
 def slope_chart(key: str, label: str, slopes: object) -> str:
@@ -309,7 +393,7 @@ def slope_chart(key: str, label: str, slopes: object) -> str:
         clean(name, 20): (float(p[0]) * 100, float(p[1]) * 100) for name, p in slopes["pairs"].items() if _is_pair(p)
     }
     return (
-        slopes_figure(
+        slopes_figure.both(
             _identifier(key), label, pairs, (clean(slopes.get("left", ""), 20), clean(slopes.get("right", ""), 20))
         )
         if pairs
@@ -335,8 +419,9 @@ def slopes_figure(pairs: Mapping[str, tuple[float, float]], ends: tuple[str, str
     """A line a node, accented where it rose and in the warning colour where it fell; a bold one for the mean. Few nodes
     are named."""
     figure = canvas(380)
-    axes = place_axes(figure, 110, 12, WIDTH - 320, 320)
-    for name, (before, after) in pairs.items():
+    left, right = (110, 210) if wide() > NARROW else (46, 104)
+    axes = place_axes(figure, left, 12, wide() - left - right, 320)
+    for before, after in pairs.values():
         axes.plot(
             (0, 1),
             (before, after),
@@ -345,8 +430,13 @@ def slopes_figure(pairs: Mapping[str, tuple[float, float]], ends: tuple[str, str
             marker="o",
             markersize=3,
         )
-        if len(pairs) <= FEW:
-            axes.annotate(f"{name} {after:.1f}", (1, after), (10, 0), "data", "offset points", va="center", fontsize=11)
+    low = max(0, min(min(pair) for pair in pairs.values()) - 4)
+    high = min(100, max(max(pair) for pair in pairs.values()) + 2) + 1
+    if len(pairs) <= FEW:
+        ends_at = {name: 320 * (after - low) / (high - low) for name, (_, after) in pairs.items()}
+        for name, shift in _apart(ends_at, 12).items():
+            text, after = f"{name} {pairs[name][1]:.1f}", pairs[name][1]
+            axes.annotate(text, (1, after), (10, shift), "data", "offset points", va="center", fontsize=11)
     first, last = (sum(pair[i] for pair in pairs.values()) / len(pairs) for i in (0, 1))
     axes.plot((0, 1), (first, last), color=INK, linewidth=3)
     for place, value, shift, side in (
@@ -354,9 +444,30 @@ def slopes_figure(pairs: Mapping[str, tuple[float, float]], ends: tuple[str, str
         (1, last, 10 if len(pairs) > FEW else -10, "left" if len(pairs) > FEW else "right"),
     ):
         axes.annotate(f"mean {value:.1f}", (place, value), (shift, 9), "data", "offset points", ha=side, weight="bold")
-    low = min(min(pair) for pair in pairs.values())
-    axes.set(xlim=(-0.02, 1.02), ylim=(max(0, low - 4), min(100, max(max(pair) for pair in pairs.values()) + 2) + 1))
+    axes.set(xlim=(-0.02, 1.02), ylim=(low, high))
     axes.set_xticks((0, 1), ends, color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.grid(axis="y")
     return figure
+
+
+def _apart(places: Mapping[str, float], gap: float) -> dict[str, float]:
+    """How far labels at these heights must move to stand ``gap`` apart, in their order: those that clash are pushed
+    apart to both sides, around their common middle."""
+    groups: list[list[str]] = []
+
+    def middle(group: list[str]) -> float:
+        return sum(places[name] for name in group) / len(group)
+
+    for name in sorted(places, key=lambda name: places[name]):
+        groups.append([name])
+        while len(groups) > 1:
+            upper, lower = groups[-1], groups[-2]
+            if middle(upper) - middle(lower) >= gap * (len(upper) + len(lower)) / 2:
+                break
+            groups[-2:] = [lower + upper]
+    return {
+        name: middle(group) + gap * (i - (len(group) - 1) / 2) - places[name]
+        for group in groups
+        for i, name in enumerate(group)
+    }

@@ -1,7 +1,8 @@
-"""The report's furniture: how text, numbers, tables and figures look on the page.
+"""The report's furniture: how text, numbers, tables and figures look on the page, and the page around them.
 
 Whatever a file says is shown as text, never as markup: :func:`text` escapes it, and every cell of a :func:`table` goes
-through that.
+through that. A :func:`document` asks the network for nothing and runs no script; it is dark where the reader's screen
+is, and fits a phone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,52 @@ from html import escape
 from flyby.drawing import clean
 
 NONE = "–"
+
+
+def document(title: str, brand: str, head: str, body: str, *, nav: str = "", css: str = "") -> str:
+    """A whole page: ``title`` and ``brand`` are text, ``head`` (under the title), ``body`` and ``nav`` markup."""
+    menu = f'<nav aria-label="Sections">{nav}</nav>\n' if nav else ""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{text(title)} · {text(brand)}</title>
+<style>{CSS}{css}</style>
+</head>
+<body>
+<main>
+<header><p class="brand">{text(brand)}</p><h1>{text(title)}</h1>
+{head}</header>
+{menu}{body}</main>
+</body>
+</html>
+"""
+
+
+def section(key: str, heading: str, content: str, *, folded: bool = False) -> str:
+    """A part of the page under its heading; ``folded`` shows the heading alone until it is asked for."""
+    title = f"<h2>{text(heading)}</h2>"
+    mark = ' class="folded"' if folded else ""
+    inner = f"<details><summary>{title}</summary>\n{content}</details>" if folded else f"{title}\n{content}"
+    return f'<section id="s-{key}"{mark}>{inner}</section>'
+
+
+def fold(summary: str, content: str) -> str:
+    return f"<details><summary>{text(summary)}</summary>\n{content}</details>\n"
+
+
+def commands(lines: Iterable[str]) -> str:
+    """Commands to copy, each once and word for word (spaces may sit inside quotes), but for half characters that no
+    file could hold. One click selects a whole one: there is no script on the page."""
+    once = dict.fromkeys(line for line in lines if line)
+    blocks = [
+        f'<pre class="command"><code>{escape(line.encode("utf-8", "replace").decode())}</code></pre>' for line in once
+    ]
+    return "\n".join(blocks)
 
 
 class Best(str):
@@ -56,7 +103,7 @@ def table(
 
 def figure(svg: str, caption: str) -> str:
     words = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
-    return f'<figure><div class="scroll">{svg}</div>{words}</figure>\n'
+    return f"<figure>{svg}{words}</figure>\n"
 
 
 def text(value: object) -> str:
@@ -73,6 +120,21 @@ def name(value: object) -> str:
 
 def plural(amount: object, one: str, many: str = "") -> str:
     return f"{text(amount)} {one if amount == 1 else many or one + 's'}"
+
+
+def folded(rows: Sequence[Sequence[str]], names: int = 1) -> list[list[str]]:
+    """Rows that say the same but for their first ``names`` cells, as one row that names all of them."""
+    groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[names:]), []).append(row)
+    found = []
+    for rest, same in groups.items():
+        each = [list(dict.fromkeys(row[i] for row in same)) for i in range(names)]
+        heads = [
+            ", ".join(words) if len(words) <= 3 else f"{len(words)} alike: {words[0]} … {words[-1]}" for words in each
+        ]
+        found.append([*heads, *rest])
+    return found
 
 
 def listed(names: Sequence[str]) -> str:
@@ -116,6 +178,11 @@ def whole(value: float) -> str:
 
 def count(value: float | None) -> str:
     return NONE if value is None else f"{value:,.0f}"
+
+
+def interval(ends: tuple[float, float] | None) -> str:
+    """An interval of shares, in per cent."""
+    return NONE if ends is None else f"{100 * ends[0]:.1f} – {100 * ends[1]:.1f}"
 
 
 def seconds(value: float | None) -> str:
@@ -170,16 +237,29 @@ once.</dd>
 </dl></details></section>
 """
 
-CSS = """
-:root{color-scheme:light;--ink:#1c2430;--muted:#5c6673;--rule:#e4e7eb;--accent:#0072B2;
---face:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
+# By day, and on paper; by night the same names have other values. The drawings ask for these too (flyby.drawing).
+DAY = """--ink:#1c2430;--muted:#5c6673;--rule:#e4e7eb;--edge:#c9ced5;--soft:#f6f7f9;--paper:#fff;--accent:#0072B2;
+--warn:#D55E00;--shade:rgba(20,30,45,.22)"""
+NIGHT = """--ink:#e7eaef;--muted:#a3adba;--rule:#2a313b;--edge:#444e5b;--soft:#1b212a;--paper:#12161c;--accent:#56B4E9;
+--warn:#F28C4B;--shade:rgba(0,0,0,.75);--quiet:#566575;--grid:#252c36;
+--c0:#4BA3DE;--c1:#F28C4B;--c2:#2CBF97;--c3:#DD94BB;--c4:#EDB33A;--c5:#8CCBF0;--c6:#a8a8a8"""
+CSS = (
+    f":root{{color-scheme:light dark;{DAY}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{NIGHT}}}}}"
+    + """
+:root{--face:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 *{box-sizing:border-box}
-body{margin:0;background:#fff;color:var(--ink);font:16px/1.6 var(--face)}
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.6 var(--face);-webkit-text-size-adjust:100%}
 main{max-width:980px;margin:0 auto;padding:48px 30px 80px}
 h1{font-size:2rem;line-height:1.2;margin:0 0 .6em;overflow-wrap:anywhere}
 h2{font-size:1.3rem;line-height:1.3;margin:0 0 .9em}
 h3{font-size:1rem;margin:1.8em 0 .5em}
-section{margin-top:60px}
+section{margin-top:56px}
+.set{border-top:3px solid var(--rule);padding-top:30px;margin-top:70px}
+.set>h2{font-size:1.6rem}
+.folded{margin-top:18px}
+.folded+section:not(.folded){margin-top:46px}
+.folded summary h2,.folded summary h3{display:inline;font-size:1.1rem}
+.folded details[open]>summary{margin-bottom:.9em}
 .brand{color:var(--accent);font-weight:600;font-size:.85rem;margin:0 0 .3em}
 .lead{font-size:1.1rem;max-width:46em;margin:0 0 1.2em}
 .number{display:flex;flex-wrap:wrap;align-items:baseline;gap:.2em .9em;margin:0 0 1.2em}
@@ -194,35 +274,44 @@ nav{margin-top:34px;padding:10px 0;border:solid var(--rule);border-width:1px 0;f
 flex-wrap:wrap;gap:2px 22px}
 a{color:var(--accent);text-decoration:none}
 a:hover{text-decoration:underline}
-.scroll{overflow-x:auto}
+.scroll{overflow-x:auto;background:linear-gradient(to right,var(--paper) 40%,transparent),
+linear-gradient(to left,var(--paper) 40%,transparent) 100% 0,
+linear-gradient(to right,var(--shade),transparent),linear-gradient(to left,var(--shade),transparent) 100% 0;
+background-repeat:no-repeat;background-size:40px 100%,40px 100%,12px 100%,12px 100%;
+background-attachment:local,local,scroll,scroll}
 .tall{max-height:560px;overflow-y:auto;border-bottom:1px solid var(--rule)}
-.tall thead{position:sticky;top:0;background:#fff}
+.tall thead{position:sticky;top:0;background:var(--paper)}
 table{border-collapse:collapse;min-width:60%;font-size:.93rem;font-variant-numeric:tabular-nums}
 th,td{padding:8px 20px 8px 0;text-align:left;white-space:nowrap;border-bottom:1px solid var(--rule);font-weight:400}
 th:last-child,td:last-child{padding-right:4px}
 thead th{color:var(--muted);font-size:.83rem;line-height:1.35;vertical-align:bottom;white-space:normal;
-border-bottom-color:#c9ced5}
+border-bottom-color:var(--edge)}
 tfoot th,tfoot td{color:var(--muted);border-bottom:0;padding-top:9px;padding-bottom:3px}
 .n{text-align:right}
 thead .n{padding-left:16px}
 thead .g{border-bottom:0;padding-bottom:0;padding-left:16px;color:var(--ink);font-weight:600;text-align:center}
-.g span:not(:empty){display:block;border-bottom:1px solid #c9ced5;padding-bottom:4px}
+.g span:not(:empty){display:block;border-bottom:1px solid var(--edge);padding-bottom:4px}
 td b{font-weight:700}
 figure{margin:26px 0 0}
-figure svg{display:block;width:100%;min-width:620px;height:auto;overflow:visible}
+figure svg{display:block;width:100%;max-width:920px;height:auto;overflow:visible}
 figure svg *{stroke-linejoin:round}
 figure svg text{font-family:var(--face)!important;font-variant-numeric:tabular-nums}
+.narrow{display:none!important}
 figcaption,.note{color:var(--muted);font-size:.9rem;margin:10px 0 0}
-.warn{border-left:3px solid #D55E00;padding:2px 0 2px 12px;margin:14px 0 0}
-pre{background:#f6f7f9;border-radius:6px;padding:14px 16px;white-space:pre-wrap;overflow-wrap:anywhere;
+.warn{border-left:3px solid var(--warn);padding:2px 0 2px 12px;margin:14px 0 0}
+pre{background:var(--soft);border-radius:6px;padding:14px 16px;white-space:pre-wrap;overflow-wrap:anywhere;
 font-size:.87rem;line-height:1.55}
+.command{user-select:all;-webkit-user-select:all;cursor:copy;border:1px solid var(--rule)}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.95em}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:8px 24px;margin:18px 0;font-size:.95rem}
 dt{color:var(--muted)}
 dd{margin:0;overflow-wrap:anywhere}
 details{margin-top:14px}
 summary{cursor:pointer;color:var(--accent)}
-@media(max-width:600px){main{padding:28px 18px 60px}section{margin-top:44px}.number>strong{font-size:2.6rem}
-dl{grid-template-columns:1fr;gap:2px}dd{margin-bottom:10px}}
-@media print{.tall{max-height:none}nav{display:none}}
+@media screen and (max-width:600px){main{padding:28px 18px 60px}section{margin-top:44px}.number>strong{font-size:2.6rem}
+dl{grid-template-columns:1fr;gap:2px}dd{margin-bottom:10px}th,td{padding-right:14px}thead .n{padding-left:8px}
+.wide{display:none!important}.narrow{display:block!important}table{min-width:100%}
+tbody th,tfoot th{max-width:9.5em;overflow:hidden;text-overflow:ellipsis}}
+@media print{.tall{max-height:none}nav{display:none}.scroll{background:none}}
 """
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import read_json
+from flyby.fusion.quality import SURE, wilson
 from flyby.names import natural
 from flyby.report.page import number
 from flyby.runs.folder import Run
+from flyby.runs.paired import mean_error
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,25 @@ class RunData:
         return number(self.result.get("accuracy"))
 
     @property
+    def images(self) -> int | None:
+        """How many test images the accuracy is of."""
+        return int(found) if (found := number(self.result.get("test_images"))) else None
+
+    @property
+    def met(self) -> bool:
+        """Whether its nodes met, and there is no server."""
+        return bool(self.nodes) or self.result.get("rounds") is not None
+
+    def interval(self, share: float | None = None) -> tuple[float, float] | None:
+        """Where the accuracy (or another share of the same test images) lies with 95 % certainty: Wilson's interval
+        over the images; of nodes that met, their mean and 1.96 standard errors of it."""
+        if self.met:
+            own = [one for one in self.scores("per_client").values() if one is not None]
+            return around(own) if share is None else None
+        share = self.accuracy if share is None else share
+        return None if share is None or self.images is None else wilson(round(share * self.images), self.images)
+
+    @property
     def seconds(self) -> float | None:
         seconds = self.result.get("seconds")
         return number(seconds.get("total") if isinstance(seconds, dict) else seconds)
@@ -81,6 +102,14 @@ class RunData:
         return {
             names[int(key)] if key.isdigit() and int(key) < len(names) else key: value for key, value in scores.items()
         }
+
+
+def around(shares: Sequence[float]) -> tuple[float, float] | None:
+    """The mean of several shares and 1.96 standard errors of it to either side; None of fewer than two."""
+    if len(shares) < 2:
+        return None
+    mean, error = mean_error(shares)
+    return max(0.0, mean - SURE * (error or 0.0)), min(1.0, mean + SURE * (error or 0.0))
 
 
 def read_as(path: Path, kind: type) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flyby.drawing import grid, numbers_fit
+from flyby.fusion.quality import wilson
 from flyby.names import natural
 from flyby.report import figures, page
 from flyby.report.read import RunData
@@ -40,7 +41,7 @@ def _one_split(key: str, counts: dict[str, list[int]], classes: list[str]) -> st
         f"Training samples of {page.plural(len(classes), 'class', 'classes')} held by"
         f" {page.plural(len(counts), 'site')}, {everything} in all"
     )
-    svg = grid(key, spoken, list(counts), classes, values, page.whole, totals=totals, unit="samples of the class")
+    svg = grid.both(key, spoken, list(counts), classes, values, page.whole, totals=totals, unit="samples of the class")
     least, most = (table > 0).sum(axis=1).min(), (table > 0).sum(axis=1).max()
     span = f"{least}" if least == most else f"{least} to {most}"
     caption = (
@@ -70,13 +71,29 @@ def classes(runs: list[RunData]) -> str:
     spoken = f"Test accuracy of {page.plural(len(names), 'class', 'classes')}"
     if len(scores) > 1:
         spoken += f" in {len(scores)} runs"
-        svg = grid("classes", spoken, list(scores), names, values, page.whole, top=100.0, unit="% correct")
-        return page.figure(svg, "Test accuracy in %, by run (rows) and class (columns).")
-    svg = figures.class_bars("classes", spoken, names, [float(value) for value in values[0]])
+        svg = grid.both("classes", spoken, list(scores), names, values, page.whole, top=100.0, unit="% correct")
+        return page.figure(svg, f"Test accuracy in %, by run (rows) and class (columns).{_per_class(runs, len(names))}")
+    svg = figures.class_bars.both("classes", spoken, names, [float(value) for value in values[0]])
     ranked = sorted((float(value), name) for value, name in zip(values[0], names, strict=True) if math.isfinite(value))
     words = [f"{name} ({value:.0f} %)" for value, name in ranked]
     ends = f" Weakest: {page.listed(words[:3])}. Strongest: {page.listed(words[:-4:-1])}." if len(words) > 5 else ""
-    return page.figure(svg, f"Share of each class’s test images classified correctly.{ends}")
+    share = "Share of each class’s test images classified correctly."
+    return page.figure(svg, f"{share}{ends}{_per_class(runs, len(names))}")
+
+
+def _per_class(runs: list[RunData], classes: int) -> str:
+    """How far the accuracy of a class can be believed; nothing where the number of images is not known."""
+    known = {run.images for run in runs}
+    if len(known) != 1 or None in known or not classes:
+        return ""
+    each = max(1, round(min(n for n in known if n) / classes))
+    return f" About {each:,} images per class: 95 % intervals reach up to ± {_widest(each):.0f} points."
+
+
+def _widest(images: int) -> float:
+    """Half the width of the widest 95 % interval that so many images give, in points."""
+    low, high = wilson(round(images / 2), images)
+    return 50 * (high - low)
 
 
 def clients(runs: list[RunData]) -> str:
@@ -127,7 +144,10 @@ def clients(runs: list[RunData]) -> str:
         "Own test: the result, on the site’s own mix of classes. Alone: the site’s own model, unshared, on the global"
         " test set."
     )
-    return table + (f'<p class="note">{note}</p>' if several else "")
+    note = note if several else ""
+    if len(known := {run.images for run in runs}) == 1 and (images := known.pop()):
+        note += f" With {images:,} test images 95 % intervals reach up to ± {_widest(images):.1f} points."
+    return table + (f'<p class="note">{note.strip()}</p>' if note else "")
 
 
 # Every measure of result["consistency"]: its name, when sites are more alike, and what it is in one line.
@@ -229,5 +249,12 @@ def communication(runs: list[RunData]) -> str:
     stated = [page.number(run.result.get("bytes_down")) for run in runs]
     down = sum(size or 0.0 for size in stated)
     once = "" if notes else "Every pair crossed once. "
-    back = f"Sent back down: {page.size(down)}." if down else "" if None in stated else "Nothing was sent back down."
+    served = not all(run.met for run in runs)
+    back = (
+        f"Sent back down: {page.size(down)}."
+        if down
+        else "Nothing was sent back down."
+        if served and None not in stated
+        else ""
+    )
     return table + "".join(notes) + f'<p class="note">{once}{back}</p>'

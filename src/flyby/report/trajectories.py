@@ -50,7 +50,7 @@ def stopped_earlier(runs: list[RunData]) -> str:
     panel = Panel(
         "Test accuracy by epoch of the snapshot", lines, percent=True, low=80 if least > 82 else 50 if least > 55 else 0
     )
-    return page.figure(figures.curves("checkpoints", spoken, [panel], 170), caption)
+    return page.figure(figures.curves.both("checkpoints", spoken, [panel], 170), caption)
 
 
 def _checkpoints(run: RunData) -> list[tuple[float, float]]:
@@ -147,7 +147,7 @@ def _curves(runs: list[RunData], key: str, panels_of: Callable[[RunData], list[P
         spoken = f"{titles} by epoch for {page.plural(sites, 'site')}, {page.listed(names)}"
         bundle = f"Each faint line is one of {sites} sites; the bold line is their median."
         caption = bundle if sites > figures.LEGEND_LIMIT else ""
-        body = page.figure(figures.curves(f"{key}{i}", spoken, panels, 220 if len(runs) == 1 else 160), caption)
+        body = page.figure(figures.curves.both(f"{key}{i}", spoken, panels, 220 if len(runs) == 1 else 160), caption)
         if len(shown) > OPEN_RUNS:
             body = f"<details><summary>{page.text(title)}</summary>\n{body}</details>"
         elif len(runs) > 1:

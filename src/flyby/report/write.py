@@ -8,6 +8,7 @@ section: a drawing made by ``flyby.drawing``, embedded as it is. A section whose
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -23,6 +24,7 @@ from flyby.report.read import RunData
 from flyby.report.sections import pictures
 from flyby.runs.folder import Run
 
+BRAND = "flyby report"
 SETTINGS = ("method", "objective", "fusion", "model", "data", "clients", "split", "alpha", "epochs", "seed")
 
 
@@ -45,47 +47,61 @@ def write_report(folder: Path) -> Path:
 
 
 def build_html(runs: list[RunData], title: str) -> str:
-    """The whole page for one run, or for several compared. Sections that have nothing to show are left out, from the
-    page and its menu."""
-    sections = [
-        ("results", "Results", _results(runs) + _accuracy_bars(runs)),
-        ("holdings", "Who holds what", sites.holdings(runs)),
-        ("classes", "Accuracy by class", sites.classes(runs)),
-        ("clients", "Site by site", sites.clients(runs)),
-        ("training", "Training", trajectories.training(runs)),
-        ("lambda", "Alignment weight λ", trajectories.alignment(runs)),
-        ("checkpoints", "Had they stopped earlier", trajectories.stopped_earlier(runs)),
-        ("alike", "How alike the sites became", sites.consistency(runs)),
-        ("crossings", "Communication", sites.communication(runs)),
-        *((f"extra-{i}", heading, body) for i, (heading, body) in enumerate(_extras(runs))),
-        ("reproduce", "How to reproduce", _reproduce(runs)),
-    ]
-    sections = [section for section in sections if section[2]]
-    menu = " ".join(f'<a href="#s-{key}">{page.text(heading)}</a>' for key, heading, _ in sections)
-    body = "\n".join(
-        f'<section id="s-{key}"><h2>{page.text(heading)}</h2>\n{content}</section>'
-        for key, heading, content in sections
+    """The whole page for one run, or for several compared, the most accurate first; runs on different data stand under
+    the name of their data. Sections that have nothing to show are left out, from the page and its menu."""
+    runs = sorted(runs, key=lambda run: -(run.accuracy if run.accuracy is not None else -1.0))
+    groups: dict[str, list[RunData]] = {}
+    for run in runs:
+        groups.setdefault(clean(run.result.get("data") or page.NONE), []).append(run)
+    end = [("reproduce", "How to reproduce", _reproduce(runs), False)]
+    if len(groups) == 1:
+        sections = [*_sections(runs), *end]
+        return page.document(
+            title, BRAND, _headline(runs), _joined(sections) + page.GLOSSARY, nav=_menu(sections), css=""
+        )
+    parts, menu = [], ""
+    for place, (data, members) in enumerate(sorted(groups.items(), key=lambda group: natural(group[0]))):
+        inner = _joined(_sections(members)).replace("<h3>", "<h4>").replace("</h3>", "</h4>")
+        inner = inner.replace("<h2>", "<h3>").replace("</h2>", "</h3>")
+        body = f"<h2>{page.text(data)}</h2>\n{_headline(members)}{inner}"
+        body = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>set{place}-", body)  # what is text has no bare quotes
+        parts.append(f'<section class="set" id="s-set{place}">{body}</section>')
+        menu += f' <a href="#s-set{place}">{page.text(data)} ({len(members)})</a>'
+    lead = (
+        f"{len(runs)} runs on {page.plural(len(groups), 'dataset')}: accuracies on different images are not compared."
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{page.text(title)} · flyby report</title>
-<style>{page.CSS}</style>
-</head>
-<body>
-<main>
-<header><p class="brand">flyby report</p><h1>{page.text(title)}</h1>
-{_headline(runs)}</header>
-<nav aria-label="Sections">{menu}</nav>
-{body}
-{page.GLOSSARY}</main>
-</body>
-</html>
-"""
+    body = "\n".join(parts) + _joined(end) + page.GLOSSARY
+    return page.document(title, BRAND, f'<p class="lead">{lead}</p>', body, nav=menu + _menu(end))
+
+
+Section = tuple[str, str, str, bool]  # its key, heading, markup, and whether it is folded
+
+
+def _sections(runs: list[RunData]) -> list[Section]:
+    """Where nodes met, their own figures come first, and what describes them is folded away."""
+    met, extras = any(run.met for run in runs), list(_extras(runs))
+    found: list[Section] = [
+        ("results", "Results", nodes.summary(runs) + _results(runs) + _accuracy_bars(runs), False),
+        *(one for one in extras if not one[3] and met),
+        ("holdings", "Who holds what", sites.holdings(runs), met),
+        ("classes", "Accuracy by class", sites.classes(runs), met),
+        ("clients", "Site by site", sites.clients([run for run in runs if not run.nodes]), met),
+        ("training", "Training", trajectories.training(runs), met),
+        ("lambda", "Alignment weight λ", trajectories.alignment(runs), False),
+        ("checkpoints", "Had they stopped earlier", trajectories.stopped_earlier(runs), False),
+        ("alike", "How alike the sites became", sites.consistency(runs), False),
+        ("crossings", "Communication", sites.communication(runs), met),
+        *(one for one in extras if one[3] or not met),
+    ]
+    return [one for one in found if one[2]]
+
+
+def _joined(sections: list[Section]) -> str:
+    return "\n".join(page.section(key, heading, body, folded=shut) for key, heading, body, shut in sections) + "\n"
+
+
+def _menu(sections: list[Section]) -> str:
+    return " ".join(f'<a href="#s-{key}">{page.text(heading)}</a>' for key, heading, *_ in sections)
 
 
 # ---------------------------------------------------------------- sections
@@ -98,16 +114,27 @@ def _headline(runs: list[RunData]) -> str:
         sentence, facts = _what_was_run(runs[0].result), _facts(runs[0])
         shared = runs[0].result.get("fusion") or runs[0].result.get("uploads")
         caption = (
-            "test accuracy after the last epoch"
+            "accuracy, mean over the nodes’ own test images"
+            if runs[0].met
+            else "test accuracy after the last epoch"
             if shared
             else "test accuracy, mean over the sites’ own models: nothing was shared"
         )
     else:
         sentence, caption, facts = _what_was_compared(runs), _lead(ranked), _common_split(runs)
-    number = (
-        f'<p class="number"><strong>{page.percent(best.accuracy)} %</strong> <span>{caption}</span></p>' if best else ""
-    )
+    number = ""
+    if best:
+        caption += _certain(best)
+        number = f'<p class="number"><strong>{page.percent(best.accuracy)} %</strong> <span>{caption}</span></p>'
     return f'<p class="lead">{sentence}</p>\n{number}\n{facts}\n'
+
+
+def _certain(run: RunData) -> str:
+    """The interval of an accuracy in words."""
+    if (ends := run.interval()) is None:
+        return ""
+    of = f"{len(run.scores('per_client'))} nodes" if run.met else f"{run.images:,} images"
+    return f"; 95 % interval {page.interval(ends)} % ({of})"
 
 
 def _what_was_run(result: dict[str, Any]) -> str:
@@ -138,7 +165,10 @@ def _lead(ranked: list[RunData]) -> str:
     if len(level) > 1 or len(ranked) < 2:
         return caption + f"<strong>{page.text(page.listed(level))}</strong>" + (", level" if len(level) > 1 else "")
     ahead = 100 * ((ranked[0].accuracy or 0.0) - (ranked[1].accuracy or 0.0))
-    return caption + f"{page.strong(level[0])}, {ahead:.1f} points above the next, {page.strong(ranked[1].name)}"
+    lead = f"{page.strong(level[0])}, {ahead:.1f} points above the next, {page.strong(ranked[1].name)}"
+    first, second = ranked[0].interval(), ranked[1].interval()
+    within = first and second and second[1] >= first[0]
+    return caption + lead + (" (their intervals overlap)" if within else "")
 
 
 def _common_split(runs: list[RunData]) -> str:
@@ -169,16 +199,19 @@ def _facts(run: RunData) -> str:
     own, alone = page.mean(run.scores("per_client").values()), page.mean(run.scores("local_accuracy").values())
     size, speed = page.number(run.result.get("bytes_up")), page.number(run.result.get("samples_per_second"))
     facts = []
+    before = page.mean(run.scores("local_per_client").values())
+    if before is not None:
+        facts.append((f"{page.percent(before)} %", "local: the nodes’ own models before they met (mean)"))
     if alone is not None and run.result.get("uploads"):
         facts.append((f"{page.percent(alone)} %", "a site’s own model alone, on the same test set (mean)"))
-    if own is not None:
+    if own is not None and not run.met:
         facts.append((f"{page.percent(own)} %", "own-test accuracy: on each site’s own mix of classes (mean)"))
     if (common := page.number(run.result.get("accuracy_common"))) is not None:
         facts.append((f"{page.percent(common)} %", "on common images, weighted as each site’s classes (mean)"))
     if (taught := page.number(run.result.get("teacher_accuracy"))) is not None:
         facts.append((f"{page.percent(taught)} %", "its teacher’s accuracy, on the same test images"))
-    if size is not None:
-        facts.append((page.size(size), "sent up, in all"))
+    if size:
+        facts.append((page.size(size), "sent from node to node, in all" if run.met else "sent up, in all"))
     if run.seconds is not None:
         facts.append(
             (
@@ -191,18 +224,23 @@ def _facts(run: RunData) -> str:
 
 
 def _results(runs: list[RunData]) -> str:
-    several = len(runs) > 1
+    """A row per run: its name and its accuracy first, for a phone shows no more without scrolling."""
+    several, met = len(runs) > 1, all(run.met for run in runs)
+    if met and not several:
+        return _time_spent(runs[0])  # the nodes' table says the rest
+    sent, many = ("MB sent", "Crossings") if met else ("MB up", "Uploads")
     columns: list[tuple[str, Callable[[RunData], float | None], Callable[[float | None], str], int]] = [
         ("Accuracy %", lambda run: run.accuracy, page.percent, 1),
         ("Own-test accuracy %, mean", lambda run: page.mean(run.scores("per_client").values()), page.percent, 1),
         ("Common images %, mean", lambda run: page.number(run.result.get("accuracy_common")), page.percent, 1),
         ("Teacher’s accuracy %", lambda run: page.number(run.result.get("teacher_accuracy")), page.percent, 1),
-        ("Uploads", lambda run: page.number(run.result.get("uploads")), page.count, -1),
-        ("MB up", lambda run: page.number(run.result.get("bytes_up")), page.megabytes, -1),
+        (many, lambda run: page.number(run.result.get("uploads")), page.count, -1),
+        (sent, lambda run: page.number(run.result.get("bytes_up")), page.megabytes, -1),
         ("Seconds", lambda run: run.seconds, page.seconds, -1),
     ]
     rare = ("Common", "Teacher")
     columns = [one for one in columns if not one[0].startswith(rare) or any(one[1](run) is not None for run in runs)]
+    columns = [one for one in columns if not (met and one[0].startswith("Own"))]  # of nodes that met it is the accuracy
     cells: list[list[str]] = []
     for _, value, show, sign in columns:
         values = [value(run) for run in runs]
@@ -210,19 +248,22 @@ def _results(runs: list[RunData]) -> str:
         shown = [show(v) for v in values]
         mark = several and len(set(shown)) > 1
         cells.append([page.Best(text) if mark and text == show(sign * best) else text for text in shown])
-    names = [
-        [run.name] * several + [page.name(run.result.get("method")), page.name(run.result.get("fusion"))]
-        for run in runs
+    head = [column[0] for column in columns]
+    if any(run.interval() for run in runs):
+        head.insert(1, "95 % interval")
+        cells.insert(1, [page.interval(run.interval()) for run in runs])
+    words = [[page.name(run.result.get("method"))] * several + [page.name(run.result.get("fusion"))] for run in runs]
+    rows = [
+        [run.name if several else page.name(run.result.get("method")), *(column[i] for column in cells), *words[i]]
+        for i, run in enumerate(runs)
     ]
-    rows = [name + [column[i] for column in cells] for i, name in enumerate(names)]
-    head = ["Run"] * several + ["Method", "Fusion rule"] + [column[0] for column in columns]
+    tail = ["Method"] * several + ["Fusion rule"]
+    note = '<p class="note">Bold: the best of each column (highest accuracy, least cost).</p>'
     bold = any(isinstance(cell, page.Best) for column in cells for cell in column)
-    note = '<p class="note">Bold: the best of each column (highest accuracy, least cost).</p>' if bold else ""
-    note = note if several else _time_spent(runs[0])
-    return (
-        page.table(head, rows, numeric=range(2 + several, len(head)), key="results", label="Results, one row a run")
-        + note
-    )
+    note = _time_spent(runs[0]) if not several else note if bold else ""
+    head = ["Run" if several else "Method", *head, *tail]
+    numbers = range(1, len(head) - len(tail))
+    return page.table(head, rows, numeric=numbers, key="results", label="Results, one row per run") + note
 
 
 def _time_spent(run: RunData) -> str:
@@ -234,48 +275,66 @@ def _time_spent(run: RunData) -> str:
 
 
 def _accuracy_bars(runs: list[RunData]) -> str:
-    measured = [(run.name, 100 * run.accuracy) for run in runs if run.accuracy is not None]
+    shown = [run for run in runs if run.accuracy is not None]
+    measured = [(run.name, 100 * (run.accuracy or 0.0)) for run in shown]
     if len(runs) < 2 or not measured:
         return ""
     names, percents = [name for name, _ in measured], [percent for _, percent in measured]
     spoken = "Test accuracy by run: " + "; ".join(f"{name} {percent:.1f} %" for name, percent in measured)
-    return page.figure(figures.run_bars("bars", spoken, names, percents), "Test accuracy after the last epoch.")
+    spans = [(100 * ends[0], 100 * ends[1]) if (ends := run.interval()) else None for run in shown]
+    caption = "Accuracy" if any(run.met for run in runs) else "Test accuracy after the last epoch"
+    caption += ", with its 95 % interval." if any(spans) else "."
+    return page.figure(figures.run_bars.both("bars", spoken, names, percents, spans), caption)
 
 
-def _extras(runs: list[RunData]) -> Iterable[tuple[str, str]]:
-    for run in runs:
+OPEN = ("Node by node", "On common images", "More than accuracy")  # of one run whose nodes met
+
+
+def _extras(runs: list[RunData]) -> Iterable[tuple[str, str, str, bool]]:
+    """Sections that a run or its nodes bring: key, heading, markup, and whether it is folded away."""
+    for place, run in enumerate(runs):
         found = nodes.sections_of(run)
         titles = [section["title"] for section in found]
         found += [part for part in run.extra if isinstance(part, dict) and part.get("title") not in titles]
-        for section in found:
-            body = "".join(
-                f"<p>{page.text(part)}</p>" for part in str(section.get("text") or "").split("\n\n") if part.strip()
-            )
-            table = section.get("table") or {}
-            head, rows = (
-                [str(column) for column in table.get("columns") or []],
-                [list(row) for row in table.get("rows") or []],
-            )
+        for number, section in enumerate(found):
             heading = clean(section.get("title") or "More")
-            body += nodes.slope_chart(f"slopes-{clean(run.name)}-{heading}", heading, section.get("slopes"))
-            body += nodes.line_chart(f"lines-{clean(run.name)}-{heading}", heading, section.get("panels"))
-            if head:
-                words = {
-                    j for row in rows for j, value in enumerate(row) if not page.is_number(value) and value is not None
-                }
-                numeric = [j for j in range(len(head)) if j not in words and rows]
-                body += page.table(
-                    head, [[page.cell(value) for value in row] for row in rows], numeric=numeric, label=heading
-                )
-            if isinstance(svg := pictures(section.get("images")) or section.get("svg"), str):
-                body += page.figure(svg, "")
-            yield (f"{heading} ({run.name})" if len(runs) > 1 else heading), body
+            title = f"{heading} ({run.name})" if len(runs) > 1 else heading
+            shut = run.met and (len(runs) > 1 or heading not in OPEN)
+            yield f"extra-{place}-{number}", title, _extra(run, section, heading), shut
+
+
+def _extra(run: RunData, section: dict[str, Any], heading: str) -> str:
+    body = "".join(f"<p>{page.text(part)}</p>" for part in str(section.get("text") or "").split("\n\n") if part.strip())
+    table = section.get("table") or {}
+    head, rows = (
+        [str(column) for column in table.get("columns") or []],
+        [list(row) for row in table.get("rows") or []],
+    )
+    for kind, draw in (("slopes", nodes.slope_chart), ("panels", nodes.line_chart)):
+        if svg := draw(f"{kind}-{clean(run.name)}-{heading}", heading, section.get(kind)):
+            body += page.figure(svg, "")
+    if head:
+        shown = [[page.cell(value) for value in row] for row in rows]
+        words = {j for row in shown for j, text in enumerate(row) if not _numeric(text)}
+        numeric = [j for j in range(len(head)) if j not in words and rows]
+        made = page.table(
+            head,
+            page.folded(shown, section.get("names", 0)) if section.get("names") else shown,
+            numeric=numeric,
+            label=heading,
+        )
+        body += page.fold("The numbers", made) if section.get("folded") else made
+    if isinstance(picture := pictures(section.get("images")) or section.get("svg"), str):
+        body += page.figure(picture, "")
+    return body
+
+
+def _numeric(text: str) -> bool:
+    return text in ("", page.NONE) or re.fullmatch(r"[-+±<]?\s?[\d.,]+(e[-+]?\d+)?", text) is not None
 
 
 def _reproduce(runs: list[RunData]) -> str:
-    commands = "\n".join(str(run.result["command"]) for run in runs if run.result.get("command"))
-    # Word for word (spaces may sit inside quotes), but for half characters that no file could hold.
-    block = f"<pre><code>{escape(commands.encode('utf-8', 'replace').decode())}</code></pre>" if commands else ""
+    block = page.commands(str(run.result.get("command") or "") for run in runs)
     facts: dict[str, list[str]] = {"Seed": [], "Split": [], "Versions": [], "Hardware": [], "Memory": []}
     for run in runs:
         facts["Seed"].append(clean(run.result.get("seed", "")))

@@ -53,7 +53,7 @@ class AttackSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Kind = "none"
+    kind: Kind = Field("none", description="what malicious sites send; none: nobody lies")
     share: float = Field(0.2, ge=0, lt=1, description="malicious participants, as a share of all")
     factor: float = Field(10.0, description="scaled: by how much")
     boast: bool = Field(False, description="also claim every class, as counts-lie does")

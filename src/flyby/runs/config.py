@@ -36,8 +36,8 @@ class ModelSettings(Grown):
     model_config = ConfigDict(extra="forbid", frozen=True)
     later = frozenset({"backbone", "backbone_size", "tune", "rank", "looks", "layers"})
 
-    name: str | None = None
-    width: float = 1.0
+    name: str | None = Field(None, description="an architecture; default: one that fits the images")
+    width: float = Field(1.0, description="factor on the number of filters in every layer")
     stem: str = Field(
         "cifar",
         description="of a resnet or mobilenetv2; imagenet for images of 96 pixels and more, where none is asked for",
@@ -59,9 +59,13 @@ class ModelSettings(Grown):
     layers: Layers | None = Field(
         None, description="of a frozen EfficientNet-Lite: all stages, pooled, beside the last features; default: last"
     )
-    projector: tuple[int, ...] = ()
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    projector: tuple[int, ...] = Field((), description="widths of layers between network and head, such as [256]")
+    mean: tuple[float, ...] = Field(
+        (), description="of each channel, which inputs are centred by; default: from the data, or 0.5"
+    )
+    std: tuple[float, ...] = Field(
+        (), description="of each channel, which inputs are divided by; default: from the data, or 0.5"
+    )
 
 
 class RunConfig(BaseModel):
@@ -81,12 +85,14 @@ class RunConfig(BaseModel):
     views: dict[str, Any] = Field(default_factory=dict)
     fusion: dict[str, Any] = Field(default_factory=dict)
     orient: dict[str, Any] = Field(default_factory=dict)
-    codec: str = "fp32"
+    codec: str = Field("fp32", description="how weights are packed for the one crossing")
     counts: Counts = Field(
         "exact", description="what a site tells about its classes: exact, noisy (Laplace, epsilon) or binary counts"
     )
-    epsilon: float = Field(1.0, gt=0)
-    proxy: str | None = None
+    epsilon: float = Field(1.0, gt=0, description="privacy of noisy counts: smaller is more noise")
+    proxy: str | None = Field(
+        None, description="unlabelled images for rules that learn from some; never the test images"
+    )
     server_seed: int | None = Field(None, ge=0, description="what the server draws by, where not by the run's seed")
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
     attack: AttackSettings = AttackSettings()
@@ -96,6 +102,15 @@ class RunConfig(BaseModel):
     judge: Literal["test", "held-out"] = Field(
         "test", description="what accuracies are of: held-out are the sites' validation images, to choose settings by"
     )
+
+
+def data_of(config: RunConfig) -> DataSettings:
+    """The data as its model wants it: images that are mixed or large are read at the size of its backbone."""
+    data, model = config.data, config.model
+    if model.backbone is None or data.size is not None or data.fit is not None:
+        return data
+    side = model.backbone_size or max(backbone_at(model.backbone).backbone.size)
+    return data.model_copy(update={"fit": side})
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -156,7 +171,7 @@ def _place(key: str, fields: dict[str, set[str]]) -> tuple[str, str]:
             raise (
                 unknown(f"{section} setting", name, fields[section])
                 if fields[section]
-                else BadInput(f"this method has no {section} settings")
+                else BadInput(f"this method has no {section} settings; leave {key} out, or name a method that has some")
             )
         return section, name
     if key in TOP:
@@ -199,7 +214,7 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     method = METHODS[config.method]
     objective = OBJECTIVES[method.objective]
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
-    fusion = _rule(config, method, objective, settings)
+    fusion = rule_of(config, method, objective, settings)
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
     data = bundle.train
@@ -260,7 +275,9 @@ def settings_of(kind: type[Fusion], config: RunConfig, method: Method) -> Fusion
     return build(kind.settings_type, {**method.fusion_settings.get(kind.name, {}), **config.fusion}, "fusion")
 
 
-def _rule(config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings) -> Fusion | None:
+def rule_of(
+    config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings
+) -> Fusion | None:
     """The server's rule with its settings; None where there is no server."""
     name = config.fusion_name or method.fusion
     if name is None:

@@ -24,10 +24,10 @@ from flyby.settings import build
 
 
 class Result(BaseModel):
-    """What one run found: ``result.json``. ``accuracy`` is on the common test images (FOL: the mean of the nodes' own),
-    ``per_client`` on each participant's own, ``accuracy_common`` the mean of the nodes' on the common images weighted
-    as their own classes, ``teacher_accuracy`` what a distilled model's teacher has; what a run has no figure for is not
-    in the file."""
+    """What one run found: ``result.json``. ``accuracy`` is on the common test images, so many as ``test_images`` (FOL:
+    the mean of the nodes' own), ``per_client`` on each participant's own, ``accuracy_common`` the mean of the nodes' on
+    the common images weighted as their own classes, ``teacher_accuracy`` what a distilled model's teacher has; what a
+    run has no figure for is not in the file."""
 
     model_config = ConfigDict(extra="forbid")
     schema_version: Literal[1] = 1
@@ -45,6 +45,7 @@ class Result(BaseModel):
     epochs: int
     codec: str
     accuracy: float
+    test_images: int | None = None
     accuracy_common: float | None = None
     teacher_accuracy: float | None = None
     per_client: dict[str, float]
@@ -92,8 +93,8 @@ class Result(BaseModel):
             raise BadInput("to_frame needs pandas (pip install pandas); rows() gives the same without it") from None
         return pandas.DataFrame(self.rows())
 
-    def line(self) -> str:
-        """The run in one line, as the command line prints it."""
+    def line(self, name: str = "") -> str:
+        """The run in one line, as the command line prints it, under its method's name or another."""
         own = self.per_client.values()
         sent = f"{self.uploads} uploads, {self.bytes_up / 1e6:.2f} MB" if self.uploads else "nothing sent"
         judged = f"accuracy {self.accuracy:.4f}   own-test mean {sum(own) / len(own):.4f}"
@@ -101,7 +102,7 @@ class Result(BaseModel):
             judged += f"   on common images {self.accuracy_common:.4f}"
         if self.teacher_accuracy is not None:
             judged += f"   its teacher {self.teacher_accuracy:.4f}"
-        return f"{self.method:<12} {judged}   {sent}   {self.seconds:.1f} s"
+        return f"{name or self.method:<12} {judged}   {sent}   {self.seconds:.1f} s"
 
     def __str__(self) -> str:
         return self.line()

@@ -215,13 +215,14 @@ def catalogue() -> list[dict[str, Any]]:
     rows = []
     for method in METHODS.values():
         try:
-            rows.append(_row(method))
+            rows.append(facts_of(method))
         except BadInput as error:  # a method from outside may name what is not installed
             log.warning("left out: the method %r: %s", method.name, error)
     return rows
 
 
-def _row(m: Method) -> dict[str, Any]:
+def facts_of(m: Method) -> dict[str, Any]:
+    """One method as ``flyby methods`` shows it."""
     objective = OBJECTIVES[m.objective]
     settings = objective.settings_type.model_validate(m.objective_settings)
     fusion = FUSIONS[m.fusion] if m.fusion else None

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from flyby.data.classes import fitted_bundle
+from flyby.data.dataset import DataBundle
+from flyby.data.folders import IMAGE_FILES
 from flyby.data.site import Site
-from flyby.data.sources import IMAGE_FILES, load, read_images
+from flyby.data.sources import Reading, load, read_images
 from flyby.errors import BadInput
 from flyby.files import atomic_folder, digest, file_digest, plain, write_json
 from flyby.fusion.evaluation import accuracy, scores_of
@@ -49,6 +52,9 @@ class Wish:
     export: bool = True
     unlabelled: Path | None = None
     again: bool = False
+    rename: Callable[[DataBundle], DataBundle] | None = None  # its classes, where they have other names
+    skip_unknown: bool = False
+    seen: Callable[[Site, Predictor, Predictor], None] | None = None  # told of the model before and of the new one
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,11 @@ class Round:
         last = node.state
         variant, seed = wish.variant or last.method, last.seed if wish.seed is None else wish.seed
         VARIANTS[variant]
-        bundle = load(wish.data, size=wish.size or node.own.manifest.spec.size[0], holdout=0.0)
+        own = node.own.manifest.spec
+        bundle = load(wish.data, size=wish.size or own.size, reading=Reading(channels=own.channels))
+        bundle = wish.rename(bundle) if wish.rename else bundle
+        bundle.tell(classes=False)
+        bundle = fitted_bundle(bundle, node.own.manifest.class_names, "the node's own model", skip=wish.skip_unknown)
         site, marks = node.site(bundle, seed)
         check_site(node.own, site, variant)
         asked = dict(last.settings)
@@ -120,7 +130,7 @@ class Round:
             "used": len(made.rows) - 1,
             "chosen": [one["sender"] for one in made.rows if one["chosen"]],
             "kept": [peer.sender for peer in made.kept],
-            "before": _standing(Single([old.manifest.spec], old.manifest.class_names, [old.network()]), self),
+            "before": _standing(alone(old), self),
             "after": _standing(made.predictor, self),
             "accept": made.facts.get("accept"),
             "seconds": round(sum(made.facts["seconds"].values()), 3),
@@ -175,6 +185,8 @@ def orient_folder(
     if not received and todo.nothing_new:
         return {**node.state.rounds[-1], **came, "out": str(out), "nothing_new": True}
     made = todo.go(received)
+    if wish.seen is not None:
+        wish.seen(todo.site, alone(node.own), made.predictor)
     row = plain(todo.row(made) | {key: came[key] for key in ("new", "again", "refused", "bytes_received")})
     came["log"] += made.log
     document = plain({"log": came["log"], "candidates": made.rows, **made.facts})
@@ -244,6 +256,10 @@ def _remember(todo: Round, made: Personal, gate: Gate, row: dict[str, Any], publ
 def _written(publish: Callable[[Path], None], folder: Path) -> None:
     with atomic_folder(folder) as inside:
         publish(inside)
+
+
+def alone(own: Parcel) -> Predictor:
+    return Single([own.manifest.spec], own.manifest.class_names, [own.network()])
 
 
 def _standing(predictor: Predictor, todo: Round) -> dict[str, float]:

@@ -9,7 +9,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from flyby.names import check_name
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
 from flyby.runs.attacks import assault, met, success
-from flyby.runs.config import Plan, RunConfig, plan
+from flyby.runs.config import Plan, RunConfig, data_of, plan
 from flyby.runs.folder import Result, Run
 from flyby.runs.judge import Judge
 from flyby.runs.methods import METHODS
@@ -42,6 +42,7 @@ from flyby.runs.population import Population, by_round, common_means, plan_fleet
 from flyby.runs.progress import Progress
 from flyby.runs.server import SERVER, entrance, held_out, proxy_of
 from flyby.runs.site import jobs_of
+from flyby.training.loop import Row
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Options:
     """How a run is done, none of which changes a number. ``store`` is a folder of uploads that runs share; without
-    ``keep`` no deployable folder is written, for the many cells of a study."""
+    ``keep`` no deployable folder is written, for the many cells of a study. ``follow`` is called with a run's folder
+    when it begins to train, and gives what is called with every row of an epoch."""
 
     engine: str | None = None
     device: str = "auto"
@@ -58,6 +60,7 @@ class Options:
     quiet: bool = False
     store: Path | None = None
     keep: bool = True
+    follow: Callable[[Path], Callable[[Row], None]] | None = None
 
 
 @dataclass
@@ -114,9 +117,7 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     device = pick_device(options.device)
     engine = options.engine or ("processes" if device == "cpu" and (os.cpu_count() or 1) > 1 else "inline")
     engine_named(engine)
-    bundle = config.data.load(progress=not options.quiet)
-    if bundle.broken:
-        log.info("note: %d broken image(s) skipped, e.g. %s", len(bundle.broken), bundle.broken[0])
+    bundle = data_of(config).load(progress=not options.quiet)
     settings, plans = plan_fleet(config, bundle) if METHODS[config.method].orient else (None, [plan(config, bundle)])
     if settings is None and bundle.test is None:
         raise BadInput(f"{config.data.name} has no test images to judge by; set data.holdout above 0")
@@ -138,6 +139,7 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     folder.begin(config, resolved, split)
     if population is not None:
         population.schedule.save(folder.schedule)
+    bundle.tell()
     marks = [("", started)]
     opened = Opened(config, folder, options, bundle, split, plans, population, proxy, engine, device, marks)
     opened.mark("load")
@@ -153,8 +155,9 @@ def train_uploads(opened: Opened) -> Uploads:
     missing = [job for job in jobs if not job.done()]
     title = f"{'pretraining for' if opened.population else 'training'} {config.method}"
     epochs = opened.plans[0].recipe.train.epochs
+    follow = opened.options.follow(run.path) if opened.options.follow else None
     with Progress(title, epochs, len(missing), opened.options.quiet) as bar:
-        engine_named(opened.engine)(missing, bar.on_epoch)
+        engine_named(opened.engine)(missing, heard_by(bar.on_epoch, follow))
     run.write_metrics(jobs)
     if not opened.population:
         opened.mark("train")
@@ -165,6 +168,17 @@ def train_uploads(opened: Opened) -> Uploads:
     if opened.population:
         opened.mark("pretrain")
     return Uploads(jobs, len(missing), honest, sent, liars)
+
+
+def heard_by(*listeners: Callable[[Row], None] | None) -> Callable[[Row], None]:
+    """One listener to every row of training, for all that are not None."""
+
+    def hear(row: Row) -> None:
+        for listener in listeners:
+            if listener is not None:
+                listener(row)
+
+    return hear
 
 
 def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Ledger]:
@@ -189,7 +203,7 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
     opened.mark("fuse")
     chosen_by = replace(bundle, test=held_out(bundle, split), validation=None) if config.judge == "held-out" else bundle
     judge = Judge(chosen_by, split, device)
-    found = judge.judged(predictor, sent, config.locals) | found
+    found = judge.judged(predictor, sent, config.locals) | {"test_images": len(judge.test)} | found
     if rule is not None and (teacher := rule.teacher(let_in, server)) is not None:
         found["teacher_accuracy"] = judge.look(teacher).accuracy
     honest = sent if uploads.sent == uploads.honest else Inbox(uploads.honest)

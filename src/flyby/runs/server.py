@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flyby.data.classes import fitted, part_for, union
 from flyby.data.dataset import DataBundle, Dataset
-from flyby.data.settings import DataSettings
 from flyby.data.site import Part, part_of
-from flyby.data.sources import load
+from flyby.data.sources import Reading, load
 from flyby.data.splits import Split
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, digest, file_digest
 from flyby.fusion import FUSIONS, Fusion
+from flyby.fusion.alignment import holdings, remarks
 from flyby.fusion.base import Server
+from flyby.fusion.card import check_licence, held_by
 from flyby.fusion.closed.base import ClosedForm
 from flyby.fusion.closed.kept import read_kept, region_of, write_kept
 from flyby.fusion.closed.masked import MASKED, unmasked
@@ -35,7 +37,9 @@ from flyby.parcels.ledger import Ledger
 from flyby.parcels.masks import Revealed, read_as
 from flyby.parcels.parcel import Manifest
 from flyby.runs.config import RunConfig
+from flyby.runs.folder import Run
 from flyby.runs.methods import rule_for, settings_for
+from flyby.runs.quality import started_apart, tempered
 from flyby.settings import build, parse_assignment
 from flyby.statistics.catalogue import examined
 from flyby.statistics.masked_sums import is_masked
@@ -94,9 +98,8 @@ def proxy_of(config: RunConfig, bundle: DataBundle, split: Split) -> Dataset | N
         if config.judge == "held-out":
             raise BadInput("the held-out images cannot be the server's own and judge it too; name another proxy")
         return held_out(bundle, split)
-    proxy, data = DataSettings(name=config.proxy, holdout=0.0).load().train, bundle.train
-    if proxy.size != data.size:
-        proxy = DataSettings(name=config.proxy, size=data.size[0], holdout=0.0).load().train
+    data = bundle.train
+    proxy = load(config.proxy, size=data.size).train
     if (proxy.size, proxy.channels) != (data.size, data.channels):
         raise BadInput(
             f"the proxy images are {proxy.size}x{proxy.channels}, the data's {data.size}x{data.channels}; name others"
@@ -135,10 +138,13 @@ class Order:
     keep_bad: bool = False
     revealed: Sequence[Path] = ()
     compact: bool = False
+    licence: str | None = None  # of the model, for its card
 
     def check(self) -> None:
         """All that can be wrong before any parcel is there: nobody waits for hours to hear of a misspelt word."""
-        check_replaceable(self.out)
+        check_replaceable(self.out, (Run(self.out).report.name,))
+        if self.licence is not None:
+            check_licence(self.licence)
         if self.rule is not None:
             self.fusion(self.rule)
 
@@ -197,8 +203,10 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
     """Writes the deployable folder, whole or not at all, with the ledger of all ``crossings`` that went into it."""
     predictor, inbox, rule, out = fused.predictor, fused.inbox, fused.rule, order.out
     gate.unchanged()
+    gate.notes += remarks(inbox.manifests)
     sites, senders = sum(m.sites for m in inbox.manifests), ", ".join(m.sender for m in inbox.manifests[:20])
     card = {"fusion": rule.name, "sites": sites, "senders": senders, "samples": sum(inbox.samples)}
+    card |= {"held": held_by(inbox.manifests)} | ({"license": check_licence(order.licence)} if order.licence else {})
     if fused.compared is not None:
         card |= {"teacher": getattr(rule.settings, "teacher", ""), "beside its teacher": fused.compared}
     with atomic_folder(out) as folder:  # the model never stands there without the ledger of what went into it
@@ -218,6 +226,8 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
         "refused": [one.row() for one in gate.refused],
         "notes": gate.notes,
         "validation": fused.verdict,
+        "temperature": None if predictor.temperature == 1 else predictor.temperature,
+        **({} if inbox.one_list else {"classes": holdings(inbox.manifests)}),
         **({} if fused.compared is None else {"compact": fused.compared}),
     }
 
@@ -249,23 +259,28 @@ def fuse_waiting(gate: Gate, order: Order, work: Path | None = None) -> Fused:
     typical = gate.typical()
     methods = [one.manifest.method for one in gate.waiting]
     fusion = order.fusion(order.rule or rule_for(methods), methods)
-    images = load(order.proxy, size=typical.spec.size[0]).train if order.proxy else None
-    judges = _judges(order.validation, typical) if order.validation else None
+    images = load(order.proxy, size=typical.spec.size).train if order.proxy else None
+    names = union(one.manifest.class_names for one in gate.waiting)
+    judges = _judges(order.validation, typical, names) if order.validation else None
     inbox = _let_in(gate, fusion, order, judges, typical if judges else None)
     server = Server(images, order.seed, device, work)
-    predictor = fusion.fuse(inbox, server)
-    verdict = None
+    predictor, verdict = tempered(fusion.fuse(inbox, server), inbox.manifests, fusion), None
+    gate.notes += filter(None, [started_apart(inbox.manifests, fusion)])
     if judges:
+        judges = judges.over(predictor.class_names)
         best = max((one.manifest.sender for one in gate.waiting), key=gate.accuracies.__getitem__)
         alone = gate.accuracies[best]
         verdict = _verdict(predictor, inbox, judges, order, gate, (f"{best} alone", "best_site", alone))
         verdict["best_site"] = best
     teacher = fusion.teacher(inbox, server) if order.compact else None
-    compared = beside_teacher(predictor, teacher, judges, device) if teacher is not None else None
+    labelled = judges.part if judges else None
+    compared = beside_teacher(predictor, teacher, labelled, device) if teacher is not None else None
     return Fused(predictor, inbox, fusion, verdict, compared)
 
 
-def _let_in(gate: Gate, rule: Fusion, order: Order, judges: Part | None = None, like: Manifest | None = None) -> Inbox:
+def _let_in(
+    gate: Gate, rule: Fusion, order: Order, judges: Judges | None = None, like: Manifest | None = None
+) -> Inbox:
     """What waits at the gate, settled, as the rule may use it: masked parcels as the one of their sum."""
     hidden = [is_masked(one.manifest) for one in gate.waiting] if isinstance(rule, ClosedForm) else []
     if any(hidden) and not all(hidden):
@@ -275,8 +290,9 @@ def _let_in(gate: Gate, rule: Fusion, order: Order, judges: Part | None = None, 
         )
     needs = frozenset({MASKED.name}) if any(hidden) else rule.needs
     gate.settle(
-        judges,
+        judges.part if judges else None,
         pick_device(order.device),
+        names=judges.names if judges else None,
         like=like,
         rule=None if rule.heterogeneous else rule.name,
         needs=needs,
@@ -284,6 +300,11 @@ def _let_in(gate: Gate, rule: Fusion, order: Order, judges: Part | None = None, 
     )
     _enough(gate, order.min_sites)
     inbox = Inbox(one.usable for one in gate.waiting)
+    if len(inbox.class_names) > gate.policy.max_classes:
+        raise BadInput(
+            f"the parcels together name {len(inbox.class_names):,} classes, more than the {gate.policy.max_classes:,}"
+            " allowed; raise --max-classes if you trust their senders"
+        )
     if not any(hidden):
         return inbox
     revealed = [read_as(Revealed, path, "a file of revealed seeds") for path in order.revealed]
@@ -325,7 +346,9 @@ def change_model(
         raise BadInput("nothing would be left of this model; take the folder away instead")
     new: Sequence[Path | parcel.Parcel] = ()
     like = kept.items[0].manifest if kept.items else None
-    judges = _judges(order.validation, like or parcel.read_manifest(add[0])) if order.validation else None
+    heads = [*(item.manifest for item in kept.items), *(parcel.read_manifest(path) for path in add)]
+    names = union(one.class_names for one in heads)
+    judges = _judges(order.validation, heads[0], names) if order.validation else None
     if add:
         standing = gate.standing or Ledger()
         gate.standing = _both(standing, crossings)
@@ -333,9 +356,12 @@ def change_model(
         _enough(gate, order.min_sites)
         new = _let_in(gate, rule, order, judges, like).sources
     inbox = Inbox([*kept.items, *new])
-    predictor, verdict = rule.fuse(inbox, Server(None, order.seed, device)), None
+    predictor, verdict = tempered(rule.fuse(inbox, Server(None, order.seed, device)), inbox.manifests, rule), None
     if judges:
-        before = float((scores_of(old, judges.images, device).argmax(1) == judges.labels).double().mean())
+        known = judges.over(old.class_names).part
+        right = (scores_of(old, known.images, device).argmax(1) == known.labels).sum() if len(known) else 0
+        judges = judges.over(predictor.class_names)
+        before = float(right) / len(judges.part)
         verdict = _verdict(predictor, inbox, judges, order, gate, ("the model before", "before", before))
     facts = published(Fused(predictor, inbox, rule, verdict), order, gate, _both(crossings, gate.ledger), ledger)
     return facts | {"added": [one.manifest.sender for one in gate.waiting], "removed": list(remove)}
@@ -375,15 +401,16 @@ def make_region(
 
 
 def _verdict(
-    predictor: Predictor, inbox: Inbox, judges: Part, order: Order, gate: Gate, other: tuple[str, str, float]
+    predictor: Predictor, inbox: Inbox, judges: Judges, order: Order, gate: Gate, other: tuple[str, str, float]
 ) -> dict[str, Any]:
     """What labelled images say of the fused model: worse than the ``other`` one (in words, as a key, and its accuracy)
     is a note, no better than chance is refused, by the same judge as the sites' own models."""
-    classes, labels = len(predictor.class_names), judges.labels.cpu()
+    classes, labels = len(predictor.class_names), judges.part.labels.cpu()
     who, key, alone = other
-    scores = scores_of(predictor, judges.images, pick_device(order.device))
-    right, told = scores.argmax(1) == labels, [manifest.counts for manifest in inbox.manifests]
-    counts = None if None in told else [sum(column) for column in zip(*told, strict=True)]
+    scores = scores_of(predictor, judges.part.images, pick_device(order.device))
+    right, held = scores.argmax(1) == labels, holdings(inbox.manifests)
+    told = [list(held[name].values()) for name in predictor.class_names]
+    counts = None if any(None in each for each in told) else [sum(n or 0 for n in each) for each in told]
     judged = plausible.judge(right, labels, counts, classes)
     reached = float(right.double().mean())
     found = {"images": len(labels), "accuracy": reached, f"{key}_accuracy": alone}
@@ -425,14 +452,26 @@ def _enough(gate: Gate, least: int | None) -> None:
     )
 
 
-def _judges(name: str, like: Manifest) -> Part:
-    """Labelled images by which parcels are judged: a source's validation split, or else its training images; its test
-    images choose nothing."""
-    bundle = load(name, size=like.spec.size[0])
+class Judges(NamedTuple):
+    """Labelled images by which parcels are judged, and the classes that their labels number."""
+
+    part: Part
+    names: tuple[str, ...]
+
+    def over(self, names: Sequence[str]) -> Judges:
+        """Those whose class is among the names, numbered so."""
+        return Judges(part_for(self.part, self.names, names)[0], tuple(names))
+
+
+def _judges(name: str, like: Manifest, names: Sequence[str]) -> Judges:
+    """A source's validation split, or else its training images, over the classes of all parcels; its test images choose
+    nothing."""
+    bundle = load(name, size=like.spec.size, reading=Reading(channels=like.spec.channels))
     data = bundle.validation or bundle.train
-    if data.class_names != like.class_names or data.channels != like.spec.channels:
+    if data.channels != like.spec.channels:
         raise BadInput(
-            f"--validation {name} has other classes or images than the parcels; name labelled images like those they"
-            " were trained on"
+            f"--validation {name} has other images than the parcels; name labelled images like those they were trained"
+            " on"
         )
-    return part_of(data)
+    cure = "name labelled images of classes like those they were trained on"
+    return Judges(part_of(fitted(data, names, f"--validation {name}", "no parcel", cure)[0]), tuple(names))

@@ -96,7 +96,7 @@ def calibrated(cosine: Tensor, table: Tensor, reliability: bool = True) -> Tenso
     own, scrap, spread = table[:, None, OWN], table[:, None, SCRAP], table[:, None, SPREAD]
     gap = (own - scrap).clamp_min(LEAST_GAP)
     stands_out = gap / spread.clamp_min(LEAST_GAP)
-    said = ((cosine - scrap) / gap).clamp(0, 1.2)
+    said = ((cosine - scrap) / gap).clamp(0.0, 1.2)
     said = (stands_out / (1 + stands_out)).sqrt() * said if reliability else said
     return torch.where(own - scrap < LEAST_GAP, 0.0, said)
 
@@ -109,7 +109,7 @@ class Calibration(Extra):
 
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
         near = 1 + 1e-3  # a cosine of float32 features may be a little over
-        return {"calibration": Entry(torch.float32, (3, manifest.spec.classes), -near, near)}
+        return {"calibration": Entry(torch.float32, (3, manifest.spec.classes), -near, near, axis=1)}
 
     def agree(self, manifest: Manifest, given: Sent) -> str:
         return "" if bool((given["calibration"][SPREAD] >= 0).all()) else "a spread is negative"

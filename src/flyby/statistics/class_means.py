@@ -57,6 +57,13 @@ class ClassMeans(Extra):
             "class-means.classes": Entry(torch.int64, (held,), 0, classes - 1),
         }
 
+    def onto(self, manifest: Manifest, given: Sent, source: Sequence[int]) -> dict[str, Tensor]:
+        rows = {c: row for row, c in enumerate(given["class-means.classes"].tolist())}
+        held = [(new, rows[old]) for new, old in enumerate(source) if old in rows]
+        picked = torch.tensor([row for _, row in held], dtype=torch.int64)
+        classes = torch.tensor([new for new, _ in held], dtype=torch.int64)
+        return {"class-means.means": given["class-means.means"][picked], "class-means.classes": classes}
+
     def agree(self, manifest: Manifest, given: Sent) -> str:
         rising = given["class-means.classes"].diff() > 0
         return "" if bool(rising.all()) else "class-means.classes does not rise"

@@ -3,8 +3,12 @@ tensors, and its latent and width among the manifest's facts."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from flyby.data.classes import spread
 from flyby.models.decoder import Decoder, DecoderSpec
 from flyby.parcels.parcel import Manifest, Parcel
 from flyby.rng import generator
@@ -23,6 +27,12 @@ class Painter(Extra):
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
         tensors = described(manifest).state_dict()
         return {f"decoder.{name}": Entry(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+
+    def onto(self, manifest: Manifest, given: Sent, source: Sequence[int]) -> dict[str, Tensor]:
+        """The first layer takes z and then a place for every class; a class not known has no weight."""
+        name, classes = "decoder.hidden.weight", manifest.spec.classes
+        latent, own = given[name][:, :-classes], given[name][:, -classes:]
+        return {**given, name: torch.cat((latent, spread(own, source, 1)), dim=1)}
 
     @torch.no_grad()
     def sound(self, manifest: Manifest, given: Sent) -> str:

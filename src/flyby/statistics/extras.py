@@ -1,10 +1,10 @@
 """What may travel beside weights, and what it must look like: one declaration for each kind of extra.
 
 A kind says which tensors belong to it, of which type and shape and in which range (for this network and these classes),
-how they must agree with each other, what linear algebra must hold, what its numbers are compared with those of other
-sites by, and what they make of labelled images. Rules read extras through :func:`sent` alone, so none meets a tensor
-that was not checked; a gate asks :func:`examine` before anything is fused. Extras of other kinds are never read, and
-so they are let in.
+which dimension runs over the classes, how they must agree with each other, what linear algebra must hold, what its
+numbers are compared with those of other sites by, and what they make of labelled images. Rules read extras through
+:func:`sent` alone, so none meets a tensor that was not checked; a gate asks :func:`examine` before anything is fused.
+Extras of other kinds are never read, and so they are let in.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from flyby.data.classes import spread
 from flyby.data.site import Part
 from flyby.errors import BadInput
 from flyby.models import Network
@@ -34,12 +35,15 @@ Sizes = dict[str, float]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of an extra: its type, its shape and the range of its numbers."""
+    """One tensor of an extra: its type, its shape and the range of its numbers; ``axis`` is the dimension that runs
+    over the classes, if one does, along which it is put into another order of them (0 for a class that the sender does
+    not know)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     low: float = -LARGEST
     high: float = LARGEST
+    axis: int | None = None
 
 
 class Extra(ABC):
@@ -48,6 +52,16 @@ class Extra(ABC):
     name: ClassVar[str]
     cure: ClassVar[str]  # what to do where a parcel does not have it
     counts: ClassVar[bool] = False  # whether it tells how many images of each class there are, exactly
+
+    def onto(self, manifest: Manifest, given: Sent, source: Sequence[int]) -> dict[str, Tensor]:
+        """The same for another list of classes, of which class c is the sender's ``source[c]``, or none (-1): along
+        the ``axis`` that each entry declares."""
+        entries = self.entries(manifest, given)
+        axes = {name: entries[name].axis if name in entries else None for name in given}
+        return {
+            name: value if (axis := axes[name]) is None else spread(value, source, axis)
+            for name, value in given.items()
+        }
 
     @abstractmethod
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:

@@ -294,14 +294,23 @@ class FeatureSums(Extra):
         dtype = torch.float64 if own.dtype == torch.float64 else torch.float32
         told = {
             f"{NAME}.choice": Entry(torch.int64, (3,), 0, 2**53),
-            f"{NAME}.counts": Entry(torch.int64, (classes,), -(2**53) if noised else 0, 2**53),
+            f"{NAME}.counts": Entry(torch.int64, (classes,), -(2**53) if noised else 0, 2**53, axis=0),
             f"{NAME}.moments": Entry(dtype, (width * (width + 1) // 2,)),
         }
         if noised:
             noise = Entry(torch.float64, (len(Noise._fields),), 0, 2**53)
-            return told | {f"{NAME}.first": Entry(dtype, (classes, width)), f"{NAME}.noise": noise}
+            return told | {f"{NAME}.first": Entry(dtype, (classes, width), axis=0), f"{NAME}.noise": noise}
         held = int((given.get(f"{NAME}.counts", torch.empty(0)) > 0).sum())
         return told | {f"{NAME}.means": Entry(dtype, (held, width))}
+
+    def onto(self, manifest: Manifest, given: Sent, source: Sequence[int]) -> dict[str, Tensor]:
+        """Means are those of the classes with images, in rising order."""
+        found, means, held = super().onto(manifest, given, source), given.get(f"{NAME}.means"), given[f"{NAME}.counts"]
+        if means is not None:
+            rows = torch.where(held > 0, (held > 0).cumsum(0) - 1, -1).tolist()
+            picked = [rows[old] for old in source if old >= 0 and rows[old] >= 0]
+            found[f"{NAME}.means"] = means[torch.tensor(picked, dtype=torch.int64)]
+        return found
 
     def agree(self, manifest: Manifest, given: Sent) -> str:
         choice, counts, noise = choice_of(given), given[f"{NAME}.counts"], noise_of(given)

@@ -51,6 +51,6 @@ class Foreign(Extra):
     def entries(self, manifest: Manifest, given: Sent) -> dict[str, Entry]:
         shape = (manifest.spec.classes,)
         return {
-            "foreign.mean": Entry(torch.float32, shape, -NEAR, NEAR),
-            "foreign.std": Entry(torch.float32, shape, 0.0, NEAR),
+            "foreign.mean": Entry(torch.float32, shape, -NEAR, NEAR, axis=0),
+            "foreign.std": Entry(torch.float32, shape, 0.0, NEAR, axis=0),
         }

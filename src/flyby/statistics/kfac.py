@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flyby.data.classes import spread
 from flyby.data.site import Part, Site
 from flyby.models import ModelSpec, Network
 from flyby.models.lite import Same
@@ -215,6 +216,13 @@ class Kfac(Extra):
             found |= packed_entries(start, groups, n, given)
         return found
 
+    def onto(self, manifest: Manifest, given: Sent, source: Sequence[int]) -> dict[str, Tensor]:
+        """Of a linear head the outputs are the classes: B in their order, and no gradient for those not known."""
+        found = dict(given)
+        if f"{OUTPUTS}.triangle" in given:
+            found[f"{OUTPUTS}.triangle"] = reordered(given[f"{OUTPUTS}.triangle"], manifest.spec.classes, source)
+        return found
+
     def sound(self, manifest: Manifest, given: Sent) -> str:
         for start, _, n, one in factors(manifest):
             factor = unpack(under(start, given), n, torch.float32)
@@ -232,6 +240,19 @@ class Kfac(Extra):
             squares = packed["triangle"][:, rows == columns].double().mean(1) * packed.get("scale", torch.ones(1))
             found[start] = math.sqrt(max(0.0, float(squares.mean())))
         return found
+
+
+OUTPUTS = "kfac.head.B"
+
+
+def reordered(triangle: Tensor, n: int, source: Sequence[int]) -> Tensor:
+    """Upper triangles ``[groups, n (n + 1) / 2]`` of symmetric matrices with rows and columns in another order, zeros
+    where ``source`` is -1: every number as it was packed."""
+    at = torch.empty(n, n, dtype=torch.int64)
+    rows, columns = torch.triu_indices(n, n)
+    at[rows, columns] = at[columns, rows] = torch.arange(len(rows))
+    at = spread(spread(at, source, 0, -1), source, 1, -1)
+    return spread(triangle, at[tuple(torch.triu_indices(len(source), len(source)))].tolist(), 1)
 
 
 def factors(manifest: Manifest) -> Iterator[tuple[str, int, int, bool]]:

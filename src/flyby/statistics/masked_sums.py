@@ -9,6 +9,7 @@ sites is checked.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -109,6 +110,12 @@ class MaskedSums(Extra):
         }
         noise = {f"{NAME}.noise": Entry(torch.float64, (len(Noise._fields),), 0, 2**53)}
         return told | (noise if f"{NAME}.noise" in given else {})
+
+    def onto(self, manifest: Manifest, given: Sent, source: Sequence[int]) -> dict[str, Tensor]:
+        raise BadInput(
+            f"{manifest.sender} masked its sums for a list of classes that others do not have, and masks cancel only in"
+            " one order; train all sites of a round with one --classes LIST"
+        )
 
     def agree(self, manifest: Manifest, given: Sent) -> str:
         if tuple(chosen(given)) != tuple(given[f"{NAME}.choice"].tolist()):

@@ -30,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flyby.data.dataset import Dataset
+from flyby.data.classes import fitted_bundle
+from flyby.data.dataset import DataBundle, Dataset
 from flyby.data.site import Part, part_of, site_of
-from flyby.data.sources import load
+from flyby.data.sources import Reading, load
 from flyby.data.splits import Split, make_split
 from flyby.errors import BadInput
 from flyby.files import read_json
@@ -47,7 +48,7 @@ from flyby.parcels import parcel
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import Parcel
 from flyby.rng import legacy_numpy
-from flyby.runs.config import RunConfig
+from flyby.runs.config import RunConfig, data_of
 from flyby.runs.folder import Run
 from flyby.settings import build
 from flyby.statistics.extras import given
@@ -63,16 +64,33 @@ GLOBAL = "global"
 
 
 def audit_model(
-    model: Path, members: str, others: str, *, size: int | None = None, device: str = "cpu", seed: int = 0
+    model: Path,
+    members: str,
+    others: str,
+    *,
+    size: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    rename: Callable[[DataBundle], DataBundle] | None = None,
+    skip: bool = False,
 ) -> dict[str, Any]:
     """``flyby audit MODEL --members DATA --others DATA``: the training images of one source against the test images of
-    another (all of them where it has no test split)."""
+    another (all of them where it has no test split), their classes by name: ``rename`` gives them other names,
+    ``skip`` leaves out those that the model does not know."""
     predictor, told = target(model)
-    inside, outside = (load(name, size=size, holdout=None) for name in (members, others))
+    reading = Reading(channels=predictor.channels)
+    inside, outside = (
+        load(name, size=size or predictor.size, reading=reading, holdout=None) for name in (members, others)
+    )
+    inside, outside = (
+        fitted_bundle(rename(one) if rename else one, predictor.class_names, "the model", skip=skip)
+        for one in (inside, outside)
+    )
     for data in (inside.train, outside.test or outside.train):
         check_fit(predictor, data)
     return {
         "model": str(model),
+        "notes": [*inside.notes, *outside.notes],
         **audit(
             predictor,
             part_of(inside.train),
@@ -159,7 +177,7 @@ def audit_run(folder: Path, *, device: str = "cpu", seed: int = 0) -> Iterator[t
     fused model, with everybody's training images."""
     asked = {key: value for key, value in read_json(folder / "config.json").items() if key != "resolved"}
     config, split = build(RunConfig, asked, str(Run(folder).config)), Split.load(Run(folder).split)
-    bundle = config.data.load()
+    bundle = data_of(config).load()
     if make_split(bundle.train, config.split, config.seed).hash != split.hash:
         raise BadInput(f"the data changed since the run in {folder} was made, so its members are not known any more")
     if bundle.test is None:

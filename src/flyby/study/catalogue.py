@@ -23,24 +23,24 @@ class Study(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    title: str
-    note: str = ""
-    data: list[str] = ["digits"]
-    methods: list[str]
+    title: str = Field(description="the heading of the table")
+    note: str = Field(default="", description="what stands under it: the setting, in words")
+    data: list[str] = Field(default=["digits"], description="as --data; names of folders in --data-root too")
+    methods: list[str] = Field(description="methods of `flyby methods`")
     fusions: list[str] = Field(default=[], description="server rules for every method; empty: each method's own")
-    alphas: list[float] = [0.1]
-    splits: list[str] = ["dirichlet"]
-    seeds: list[int] = [0]
+    alphas: list[float] = Field(default=[0.1], description="as --alpha; once for a split that has none")
+    splits: list[str] = Field(default=["dirichlet"], description="as --split")
+    seeds: list[int] = Field(default=[0], description="as --seed; the outermost axis: breadth before repetition")
     server_seeds: list[int] = Field(
         default=[], description="further draws of rules that draw, on the same uploads; empty: each run's own seed"
     )
-    clients: list[int] = [5]
+    clients: list[int] = Field(default=[5], description="as --clients")
     attacks: list[str] = Field(default=[], description="kinds with settings, `random:share=0.4`; empty: nobody attacks")
     admissions: list[str] = Field(
         default=[], description="gates before the server: none, default, validated; empty: none"
     )
-    epochs: int | None = None
-    model: str | None = None
+    epochs: int | None = Field(default=None, description="as --epochs, for every cell")
+    model: str | None = Field(default=None, description="as --model, for every cell")
     settings: list[str] = Field(default=[], description="as --set on the command line, for every cell")
     variants: list[str] = Field(default=[], description="one more axis: settings that differ, several with semicolons")
 

@@ -13,6 +13,7 @@ from flyby.report.write import write_report
 from flyby.runs.config import RunConfig
 from flyby.runs.folder import Result, Run
 from flyby.runs.pipeline import Options, run
+from flyby.study.grid import check_cell
 
 
 def compare(configs: Mapping[str, RunConfig], out: Path, options: Options | None = None) -> dict[str, Result]:
@@ -25,6 +26,8 @@ def compare(configs: Mapping[str, RunConfig], out: Path, options: Options | None
         if not (options.resume and folder.report.exists()):
             write_report(out)
         return results
+    for config in configs.values():
+        check_cell(config)  # before the first of them is trained
     with folder.locked(), held(options.engine):
         known = (*configs, folder.uploads.name, folder.report.name)
         strange = sorted(p.name for p in out.iterdir() if p.name not in known and p.name[0] != ".")

@@ -22,9 +22,9 @@ from flyby.files import digest, write_text
 from flyby.fusion import FUSIONS
 from flyby.machine import hardware, pick_device, versions
 from flyby.objectives import OBJECTIVES
-from flyby.runs.config import RunConfig, make_config, settings_of
+from flyby.runs.config import RunConfig, make_config, rule_of
 from flyby.runs.folder import Run
-from flyby.runs.methods import METHODS, check_pair
+from flyby.runs.methods import METHODS
 from flyby.runs.pipeline import Options, run
 from flyby.settings import build
 from flyby.study.catalogue import Study
@@ -118,10 +118,9 @@ def check_cell(config: RunConfig) -> None:
     if config.split.name not in SPLITS:
         raise unknown("split", config.split.name, SPLITS)
     method = METHODS[config.method]
-    objective, rule = OBJECTIVES[method.objective], config.fusion_name or method.fusion
+    objective = OBJECTIVES[method.objective]
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
-    if rule is not None:
-        check_pair(objective, FUSIONS[rule](settings_of(FUSIONS[rule], config, method)), settings)
+    rule_of(config, method, objective, settings)
 
 
 def key_of(config: RunConfig) -> str:

@@ -12,13 +12,14 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from flyby import __version__
 from flyby.data.site import Site
@@ -59,18 +60,21 @@ def training(
     device: torch.device | str = "cpu",
     folder: Path | None = None,
     on_epoch: Callable[[Row], None] | None = None,
+    on_batch: Callable[[int], None] | None = None,
     method: str = "",
 ) -> Pausing[Trained]:
     """Train one site by a recipe and wrap the result as a Parcel, which says its ``method`` (or else its objective).
 
     The initial weights depend on the seed alone: all sites start from one point (with ``init: own`` each from another).
-    With ``folder`` the state is checkpointed there and a later call goes on from it.
+    With ``folder`` the state is checkpointed there and a later call goes on from it. ``on_batch`` hears how many images
+    each step takes.
 
     It pauses where the steps of an epoch are on their way to the device, and says how many samples they take: another
     site's can be sent after them. ``train_site`` is the same without pauses.
     """
     started = time.perf_counter()
     work = Session(site, recipe, torch.device(device), folder, method)
+    work.on_batch = on_batch
     state, cadence = work.state, Cadence()
     with state:  # whatever ends the loop early, the state after the last whole epoch is saved
         while state.epoch < recipe.train.epochs and not state.stopped:
@@ -104,6 +108,8 @@ train_site = at_once(training)
 
 class Session:
     """One site's training: its network, loss and optimiser on the device, and where it stands."""
+
+    on_batch: Callable[[int], None] | None = None
 
     def __init__(self, site: Site, recipe: Recipe, device: torch.device, folder: Path | None, method: str) -> None:
         check_fit(site, recipe)
@@ -175,7 +181,7 @@ class Session:
             )
         else:
             order = batches(len(self.train), self.batch, generator(seed, self.site.id, "order", epoch), self.device)
-            one_epoch(self.step, order, progress)
+            one_epoch(self.step, order if self.on_batch is None else told(order, self.on_batch), progress)
             yield len(self.train)
             means = self.step.means()
         row: Row = {"site": self.site.id, "epoch": epoch, **means, "lr": lr}
@@ -249,6 +255,13 @@ class Session:
         )
 
 
+def told(order: Iterator[Tensor], on_batch: Callable[[int], None]) -> Iterator[Tensor]:
+    """The same batches, and somebody is told of each."""
+    for rows in order:
+        on_batch(len(rows))
+        yield rows
+
+
 def check_phases(spec: ModelSpec, settings: TrainSettings) -> None:
     """Refuse small images for a network that takes one size only."""
     for size in {phase_of(settings, spec.size, 1, epoch).size for epoch in range(settings.epochs)} - {spec.size}:
@@ -287,6 +300,11 @@ def check_fit(site: Site, recipe: Recipe) -> None:
     if recipe.train.patience is not None and len(site.val) == 0:
         raise BadInput(
             f"train.patience needs validation data, and {site.id} has none; hold some out with --set split.val=0.1"
+        )
+    if spec.classes == 1 and not recipe.make_objective().one_class:
+        raise BadInput(
+            f"{site.id} has one class, {site.class_names[0]}, and {recipe.objective} learns to tell classes apart; give"
+            " the classes of all sites with --classes LIST, or use --method ridge or bearings"
         )
     takes, has = (spec.size, spec.channels, spec.pixels), (site.size, site.channels, site.pixels)
     if takes != has or spec.classes != len(site.class_names):

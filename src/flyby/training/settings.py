@@ -22,11 +22,13 @@ class TrainSettings(PrivacySettings):
     later = frozenset({"init", "ema", "muon_lr", "lr_batch", "warmup", "resolution", "one_view"})
 
     epochs: int = Field(20, ge=0, le=100_000, description="0 only for objectives that train nothing")
-    batch: int | None = Field(None, ge=1)
+    batch: int | None = Field(
+        None, ge=1, description="images in a step; default: the objective's own, fewer at small sites"
+    )
     optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
         "sgd", description="muon: for matrices and filters, at muon_lr; sgd at lr for the rest"
     )
-    lr: float = Field(0.05, gt=0)
+    lr: float = Field(0.05, gt=0, description="learning rate")
     muon_lr: float = Field(0.02, gt=0, description="learning rate of muon's matrices and filters")
     lr_batch: int | None = Field(
         None, ge=1, description="the batch that lr is meant for: others scale it in proportion"
@@ -41,17 +43,19 @@ class TrainSettings(PrivacySettings):
         (), description="shares of the images' side in equal phases of the epochs, such as [0.5, 0.75, 1]; empty: whole"
     )
     one_view: float = Field(1.0, gt=0, le=1, description="share of the epochs after which images get one view only")
-    momentum: float = Field(0.9, ge=0, lt=1)
-    weight_decay: float = Field(5e-4, ge=0)
-    schedule: Literal["constant", "cosine", "step"] = "cosine"
-    milestones: tuple[float, ...] = (0.5, 0.75)
+    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd and muon")
+    weight_decay: float = Field(5e-4, ge=0, description="pull of all weights towards 0")
+    schedule: Literal["constant", "cosine", "step"] = Field("cosine", description="how the learning rate falls")
+    milestones: tuple[float, ...] = Field((0.5, 0.75), description="shares of the epochs at which schedule: step falls")
     gamma: float = Field(0.1, gt=0, description="factor at each milestone of schedule: step")
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
     init: Literal["shared", "own"] = Field(
         "shared", description="whether all sites start from the same random weights, or each from its own"
     )
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="of the network's arithmetic; auto: bf16 on a GPU, else fp32"
+    )
     # YAML reads a bare ``off`` as False.
     compile: Annotated[
         Literal["auto", "off", "graph", "full"], BeforeValidator(lambda v: "off" if v is False else v)

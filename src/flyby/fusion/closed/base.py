@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from flyby.errors import BadInput
+from flyby.fusion.alignment import aligned
 from flyby.fusion.base import Fusion, FusionSettings, Server
 from flyby.fusion.predictor import Predictor, Single
 from flyby.models import ModelSpec, Network
@@ -77,6 +78,7 @@ class Contributions:
     use them (``total``); each parcel is one site or one region."""
 
     def __init__(self, parcels: Inbox, rule: str, device: torch.device | str = "cpu") -> None:
+        parcels = aligned(parcels, (NAME,))
         parcels.same_spec(rule)
         same_eyes(parcels, rule)
         once(parcels.manifests)

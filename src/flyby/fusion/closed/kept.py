@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flyby.errors import BadInput
 from flyby.files import write_bytes
+from flyby.fusion.alignment import Aligned, described, onto
 from flyby.fusion.closed.base import KIND, ClosedForm, Contributions, members
 from flyby.models import Network
 from flyby.models.shelf import read_tensors
@@ -32,6 +33,8 @@ from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import EXTRA, Manifest, Parcel
 from flyby.statistics.extras import given, sent
 from flyby.statistics.feature_sums import NAME, Choice, Sums
+from flyby.statistics.temperature import NAME as TEMPERATURE
+from flyby.statistics.temperature import fused_temperature
 
 SUMS = "sums.safetensors"
 TOTAL = "total"
@@ -46,6 +49,7 @@ def region_of(parcels: Inbox, name: str, rule: str, *, names: bool = True, metho
     ``names`` only digests of their sums, by which a copy is known)."""
     check_name(name)
     sums = Contributions(parcels, rule)
+    parcels = sums.parcels
     first, manifests = parcels.manifests[0], parcels.manifests
     told = [members(manifest) for manifest in manifests]
     alone = [manifest.sender for manifest in manifests if "site_digests" not in manifest.meta]
@@ -56,6 +60,8 @@ def region_of(parcels: Inbox, name: str, rule: str, *, names: bool = True, metho
         "sites": sum(manifest.sites for manifest in manifests),
         "site_digests": sorted(digest for _, digests in told for digest in digests),
     }
+    if (temperature := fused_temperature(manifests)) is not None:
+        meta[TEMPERATURE] = float(f"{temperature:.4g}")
     if names:
         meta["site_names"] = sorted([*alone, *inside])
     return _made(parcels.read(0), name, sums.sent, sums.choice, meta, manifests, method or first.method)
@@ -98,11 +104,12 @@ def taken_out(region: Parcel, site: Parcel) -> Parcel:
     if not digests:
         raise BadInput(f"{who} is all that {name} is made of; take {name} out as a whole")
     left = [one for one in _listed(meta, "site_names") if one != who]
-    sums, own = (sent(item, KIND) for item in (region, site))
+    sums, own = sent(region, KIND), sent(onto(site, region.manifest.class_names, (NAME,)), KIND)
     rest = Sums.unpacked(sums) - Sums.unpacked(own)
     choice = Choice(*sums[f"{NAME}.choice"].tolist())
     meta |= {"sites": region.manifest.sites - 1, "site_digests": digests} | ({"site_names": left} if left else {})
-    old, gone = region.manifest, site.manifest
+    old = region.manifest
+    gone = described(site.manifest, old.class_names)
     counts = None
     if old.counts is not None and gone.counts is not None and old.counts_kind == gone.counts_kind == "exact":
         counts = tuple(max(0, a - b) for a, b in zip(old.counts, gone.counts, strict=True))
@@ -159,6 +166,7 @@ def write_kept(folder: Path, parcels: Inbox, rule: ClosedForm) -> None:
     """The file of a model folder from which it can be changed later."""
     from safetensors.torch import save
 
+    parcels = parcels.raw if isinstance(parcels, Aligned) else parcels  # as they were sent: hashes are kept beside them
     items: Sequence[Parcel] = list(parcels)
     if rule.settings.keep == "total":
         items = [region_of(parcels, TOTAL, rule.name)]

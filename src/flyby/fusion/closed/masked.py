@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from flyby.errors import BadInput
+from flyby.fusion.alignment import aligned
 from flyby.fusion.closed.base import KIND, same_eyes
 from flyby.parcels import masks, parcel
 from flyby.parcels.inbox import Inbox
@@ -30,7 +31,9 @@ MASKED = MaskedSums()
 
 
 def unmasked(parcels: Inbox, rule: str, revealed: Sequence[Revealed] = ()) -> Parcel:
-    """The sum over all sites of a round as the parcel of a region, checked as any other."""
+    """The sum over all sites of a round as the parcel of a region, checked as any other. Masks cancel in one order
+    alone, so the list of classes must be one."""
+    parcels = aligned(parcels, (NAME,))
     parcels.same_spec(rule)
     same_eyes(parcels, rule)
     manifests, first = parcels.manifests, parcels.manifests[0]

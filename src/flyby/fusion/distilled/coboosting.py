@@ -30,7 +30,7 @@ class PushSettings(DenseSettings):
     push: float = Field(
         8 / 255, ge=0, description="how far distillation inputs move, in units of the normalised image; 0 leaves them"
     )
-    push_temperature: float = Field(4.0, gt=0)
+    push_temperature: float = Field(4.0, gt=0, description="temperature of the answers that the push moves")
 
 
 class CoBoostingSettings(PushSettings):
@@ -47,7 +47,7 @@ class CoBoostingSettings(PushSettings):
     weight_step: float = Field(
         0.01, ge=0, description="size of the ensemble weights' steps at first; 0 keeps 1/K, as does a rule that teaches"
     )
-    weight_decline: float = Field(0.99, gt=0, le=1)
+    weight_decline: float = Field(0.99, gt=0, le=1, description="factor on the weights' step after each server epoch")
 
 
 class CoBoosting(Dense):

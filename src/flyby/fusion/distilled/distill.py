@@ -81,22 +81,22 @@ class DistillSettings(FusionSettings):
         False,
         description="shift and mirror images as the sites did theirs, in every pass, with the teacher asked again",
     )
-    epochs: int = Field(200, ge=1, le=100_000)
+    epochs: int = Field(200, ge=1, le=100_000, description="server epochs")
     passes: int = Field(1, ge=1, description="passes over the pool in each server epoch")
-    batch: int = Field(256, ge=1)
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    lr: float = Field(0.005, gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    batch: int = Field(256, ge=1, description="images in a step")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="of the learner")
+    lr: float = Field(0.005, gt=0, description="learning rate of the learner")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
+    weight_decay: float = Field(0.0, ge=0, description="pull of all weights towards 0")
     schedule: Literal["constant", "cosine", "one-cycle"] = Field(
         "constant", description="one-cycle rises for a tenth of the epochs, then falls as cosine"
     )
     clip: float | None = Field(None, gt=0, description="largest gradient norm")
-    temperature: float = Field(20.0, gt=0)
+    temperature: float = Field(20.0, gt=0, description="that teacher and learner are compared at")
     resident: Resident = Field(
         "auto", description="teachers on the device: all at once, or one at a time (slower, far less memory)"
     )
-    precision: Precision = "auto"
+    precision: Precision = Field("auto", description="of the arithmetic; auto: bf16 on a GPU, else fp32")
 
 
 def push(teachers: Teachers, x: Tensor, weights: Tensor, u: Tensor, size: float, temperature: float) -> Tensor:
@@ -132,7 +132,7 @@ class Student(Learner):
 def student_spec(parcels: Inbox, name: str | None) -> ModelSpec:
     """The first client's spec, or another architecture for the same images, classes and normalisation, with a linear
     head."""
-    first = parcels.manifests[0].spec
+    first = parcels.manifests[0].spec.replace(partial=False)
     if name is None:
         return first
     return ModelSpec(
@@ -153,7 +153,9 @@ class Distillation(Fusion):
     def __init__(self, settings: FusionSettings | None = None) -> None:
         super().__init__(settings)
         word = self.settings.teacher
-        self.needs = frozenset({"weights"}) | (rule_of(word).needs if word not in MEANS else frozenset())
+        rule = None if word in MEANS else rule_of(word)
+        self.needs = frozenset({"weights"}) | (rule.needs if rule else frozenset())
+        self.softmax = rule is None or rule.softmax
 
     def teacher(self, parcels: Inbox, server: Server) -> Predictor:
         """With the weights it ended with, which the report of its work holds."""

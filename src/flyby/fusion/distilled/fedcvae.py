@@ -69,8 +69,8 @@ class FedCvaeSettings(FusionSettings):
     images: int = Field(3000, ge=2, description="synthetic images to train on")
     truncation: float = Field(2.0, gt=0, description="no entry of z is farther than this from 0")
     epochs: int = Field(15, ge=1, description="of the classifier")
-    batch: int = Field(64, ge=2)
-    lr: float = Field(1e-3, gt=0)
+    batch: int = Field(64, ge=2, description="images in a step")
+    lr: float = Field(1e-3, gt=0, description="learning rate of the classifier")
     noise: float = Field(
         0.2, ge=0, description="spread of the noise that each pixel (in 0..1) gets, anew in every epoch"
     )
@@ -156,7 +156,7 @@ class FedCvae(Fusion):
 
 class FedCvaeKdSettings(FedCvaeSettings):
     distil_epochs: int = Field(30, ge=1, description="each over as many fresh (z, y) as there will be images")
-    distil_lr: float = Field(1e-3, gt=0)
+    distil_lr: float = Field(1e-3, gt=0, description="learning rate of the distilled decoder")
 
 
 class FedCvaeKd(FedCvae):

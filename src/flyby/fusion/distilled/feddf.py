@@ -45,7 +45,7 @@ class FedDF(Distillation):
     settings: FedDFSettings
 
     def learner(self, parcels: Inbox, seed: int) -> Learner:
-        specs = {m.spec for m in parcels.manifests}
+        specs = {m.spec.replace(partial=False) for m in parcels.manifests}
         if self.settings.start == "average" and specs == {student_spec(parcels, self.settings.student)}:
             network = FedAvg().fuse(parcels).networks[0]
             assert isinstance(network, Network)

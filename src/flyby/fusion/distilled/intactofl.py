@@ -20,7 +20,7 @@ from flyby.fusion.base import FusionSettings
 from flyby.fusion.distilled.coboosting import PushSettings, pushed
 from flyby.fusion.distilled.dense import Dense
 from flyby.fusion.distilled.distill import Learner
-from flyby.fusion.distilled.teachers import Teachers, mix, normalise
+from flyby.fusion.distilled.teachers import Teachers, held_by, mix, normalise
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.heads import uniform_fan_in
@@ -50,17 +50,25 @@ def gate_weights(h: Tensor, top: int) -> Tensor:
 class ExpertGate(Learner):
     """The gate alone is trained; the experts' logits come from outside."""
 
-    def __init__(self, spec: ModelSpec, clients: int, top: int, rng: torch.Generator) -> None:
+    def __init__(
+        self, spec: ModelSpec, clients: int, top: int, rng: torch.Generator, held: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.spec, self.top = spec, top
+        self.register_buffer("held", held, persistent=False)
         self.linear = nn.utils.skip_init(nn.Linear, spec.channels * spec.size[0] * spec.size[1], clients)  # type: ignore[no-untyped-call]
         uniform_fan_in(self.linear, rng)
+
+    held: Tensor | None
 
     def weights(self, x: Tensor) -> Tensor:
         return gate_weights(self.linear(normalise(x, self.spec).flatten(1)).float(), self.top)
 
     def scores(self, x: Tensor, said: Tensor) -> Tensor:
-        return mix(self.weights(x), said[:, :, : self.spec.classes])
+        return self.mixed(self.weights(x), said[:, :, : self.spec.classes])
+
+    def mixed(self, gates: Tensor, said: Tensor) -> Tensor:
+        return mix(gates, said, self.held)
 
 
 class GatedPredictor(Predictor):
@@ -75,14 +83,16 @@ class GatedPredictor(Predictor):
         networks: Sequence[Network] | None = None,
         *,
         top: int = 1,
+        held: Tensor | None = None,
     ) -> None:
         super().__init__(specs, class_names, networks, top=top)
+        self.hold(held)
         self.gate = nn.utils.skip_init(nn.Linear, self.channels * self.size[0] * self.size[1], len(self.specs))  # type: ignore[no-untyped-call]
         self.top = top
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
         weights = gate_weights(self.gate(self.specs[0].prepare(images).flatten(1)).float(), self.top)
-        return mix(weights, torch.stack(tuple(voices)))
+        return mix(weights, torch.stack(tuple(voices)), self.held)
 
 
 class IntactOFL(Dense):
@@ -94,15 +104,21 @@ class IntactOFL(Dense):
     settings_type: ClassVar[type[FusionSettings]] = IntactOFLSettings
     settings: IntactOFLSettings
 
+    def __init__(self, settings: FusionSettings | None = None) -> None:
+        super().__init__(settings)
+        self.softmax = True  # whoever teaches, the gate weighs members' logits
+
     def learner(self, parcels: Inbox, seed: int) -> Learner:
         clients = len(parcels)
         top = min(self.settings.top or clients, clients)
-        return ExpertGate(parcels.manifests[0].spec, clients, top, generator(seed, "server", "gate"))
+        spec, rng = parcels.manifests[0].spec, generator(seed, "server", "gate")
+        return ExpertGate(spec, clients, top, rng, held_by(parcels, "cpu"))
 
     def predictor(self, parcels: Inbox, learner: Learner) -> Predictor:
         assert isinstance(learner, ExpertGate)
         networks = [item.network() for item in parcels]
-        made = GatedPredictor([m.spec for m in parcels.manifests], parcels.class_names, networks, top=learner.top)
+        specs, held = [m.spec for m in parcels.manifests], parcels.held
+        made = GatedPredictor(specs, parcels.class_names, networks, top=learner.top, held=held)
         made.gate.load_state_dict(learner.linear.state_dict())
         return made
 
@@ -114,6 +130,6 @@ class IntactOFL(Dense):
     def loss(self, learner: Learner, x: Tensor, said: Tensor, told: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(learner, ExpertGate)
         s, gates = self.settings, learner.weights(x)
-        scores = mix(gates, said[:, :, : told.shape[1]])
+        scores = learner.mixed(gates, said[:, :, : told.shape[1]])
         apart = s.temperature**2 * softened_kl(scores, told, s.temperature).mean()
         return F.cross_entropy(scores, labels) + s.balance * gates.std(correction=0) + s.kd * apart

@@ -37,11 +37,11 @@ class SynthesisSettings(FusionSettings):
         64, ge=1, description="channels of the generator's last hidden layer; the others have twice as many"
     )
     steps: int = Field(30, ge=1, description="Adam steps on generator and z")
-    generator_lr: float = Field(1e-3, gt=0)
+    generator_lr: float = Field(1e-3, gt=0, description="learning rate of generator and z")
     generator_clip: float | None = Field(10.0, gt=0, description="largest gradient norm of generator and z together")
-    betas: tuple[float, float] = (0.5, 0.999)
-    ce: float = Field(1.0, ge=0)
-    bn: float = Field(1.0, ge=0)
+    betas: tuple[float, float] = Field((0.5, 0.999), description="Adam's two decay rates")
+    ce: float = Field(1.0, ge=0, description="weight of the labels' cross-entropy")
+    bn: float = Field(1.0, ge=0, description="weight of L_BN: statistics as in the clients' BatchNorm layers")
     bn_form: Literal["relative", "sum", "mean"] = Field(
         "relative",
         description=(
@@ -49,8 +49,8 @@ class SynthesisSettings(FusionSettings):
             " number"
         ),
     )
-    adv: float = Field(1.0, ge=0)
-    adv_temperature: float = Field(1.0, gt=0)
+    adv: float = Field(1.0, ge=0, description="weight of L_adv: images on which the learner differs from its teacher")
+    adv_temperature: float = Field(1.0, gt=0, description="temperature at which the two are compared for L_adv")
 
 
 class Synthesis:

@@ -27,7 +27,7 @@ from flyby.errors import BadInput, unknown
 from flyby.fusion.base import FUSIONS, Fusion, Server
 from flyby.fusion.distilled.batchnorm import Apart, distance, norms, with_distance, without_distance
 from flyby.fusion.distilled.views import crop_and_flip, site_views
-from flyby.fusion.predictor import Ensemble, Predictor
+from flyby.fusion.predictor import Ensemble, Predictor, mean_of_those
 from flyby.models import ModelSpec, Network
 from flyby.parcels.inbox import Inbox
 from flyby.settings import build, parse_assignment
@@ -67,7 +67,8 @@ def teacher_of(word: str, parcels: Inbox, server: Server, weights: list[float] |
     """The teacher as a predictor of its own, to be judged or kept; ``weights`` are those that a mean learned."""
     if word in MEANS:
         specs = [m.spec for m in parcels.manifests]
-        return Ensemble(specs, parcels.class_names, parcels.networks(), mean=word, weights=weights or ())
+        networks, held = parcels.networks(), parcels.held
+        return Ensemble(specs, parcels.class_names, networks, mean=word, weights=weights or (), held=held)
     made = rule_of(word).fuse(parcels, Server(server.proxy, server.seed, server.device))
     if len(made.specs) != len(parcels):
         raise BadInput(
@@ -83,10 +84,12 @@ def exactly(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def mix(weights: Tensor, logits: Tensor) -> Tensor:
+def mix(weights: Tensor, logits: Tensor, held: Tensor | None = None) -> Tensor:
     """The ensemble's logits sum_k w_k f_k(x), for logits [K, N, C] and weights [K], or [N, K] where each image has its
-    own."""
+    own; where some do not know all classes (``held`` [K, C]), for each class the mean of those who do."""
     with exactly(logits):
+        if held is not None:
+            return mean_of_those(weights, logits.float(), held)
         return torch.einsum("k,knc->nc" if weights.ndim == 1 else "nk,knc->nc", weights, logits)
 
 
@@ -96,12 +99,15 @@ class Teaching:
 
     weighted = True
 
+    def __init__(self, held: Tensor | None = None) -> None:
+        self.held = held
+
     def say(self, network: Network, x: Tensor) -> Tensor:
         return network(x).float()  # type: ignore[no-any-return]
 
     def answer(self, weights: Tensor, said: Tensor) -> Tensor:
         """The teacher's log-scores [N, C] for said [K, N, D]; only their softmax means anything."""
-        return mix(weights, said)
+        return mix(weights, said, self.held)
 
 
 class Probabilities(Teaching):
@@ -135,9 +141,16 @@ class ByRule(Teaching):
             return self.predictor.chances(scores).clamp_min(TINY).log()
 
 
+def held_by(parcels: Inbox, device: torch.device | str) -> Tensor | None:
+    """Which classes each client's network knows; None where all know all."""
+    held = parcels.held.to(device)
+    return None if bool(held.all()) else held
+
+
 def teaching_of(word: str, parcels: Inbox, server: Server) -> Teaching:
     if word in MEANS:
-        return Teaching() if word == "logits" else Probabilities()
+        held = held_by(parcels, server.device)
+        return Teaching(held) if word == "logits" else Probabilities(held)
     return ByRule(teacher_of(word, parcels, server), server.device)
 
 

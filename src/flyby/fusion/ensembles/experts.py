@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flyby.data.dataset import Dataset
 from flyby.errors import BadInput, unknown
-from flyby.fusion.base import Fusion, FusionSettings, Server
+from flyby.fusion.base import Fusion, FusionSettings, Server, labelled
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.cost import cost_of
@@ -88,10 +88,12 @@ class ExpertsPredictor(Predictor):
         # A class nobody speaks for comes after all others.
         return scores.masked_fill(self.votes.sum(0) == 0, -float(len(voices)))
 
-    def chances(self, scores: Tensor) -> Tensor:
-        """Each class's share of all that was said."""
+    def raw_chances(self, scores: Tensor) -> Tensor:
+        """Each class's share of all that was said for any; where nothing was, and all was said against, its share of
+        the softmax."""
         said = scores.clamp_min(0)
-        return said / said.sum(1, keepdim=True).clamp_min(1e-12)
+        total = said.sum(1, keepdim=True)
+        return torch.where(total > 0, said / total.clamp_min(1e-12), scores.softmax(1))
 
 
 class ExpertsSettings(FusionSettings):
@@ -139,16 +141,16 @@ class Experts(Fusion):
         counts = (
             parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
         )
-        trust = self._validated(networks, server.proxy) if self.settings.validated else None
+        trust = self._validated(parcels, networks, server.proxy) if self.settings.validated else None
         return expert_votes(counts, self.power if self.settings.power is None else self.settings.power, trust).float()
 
-    def _validated(self, networks: Iterable[Network], proxy: Dataset | None) -> Tensor:
+    def _validated(self, parcels: Inbox, networks: Iterable[Network], proxy: Dataset | None) -> Tensor:
         if proxy is None or len(proxy) == 0:
             raise BadInput(
                 "fusion.validated needs images with labels that can be believed; give them with --proxy PATH"
             )
-        images, labels = proxy.tensors()
-        return torch.stack([f1_scores(network, images, labels) for network in networks])
+        judges = labelled(proxy, parcels)
+        return torch.stack([f1_scores(network, judges.images, judges.labels) for network in networks])
 
 
 def certainty(cosines: Tensor, held: Tensor, sharpness: float) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from flyby.fusion.base import Fusion, FusionSettings, Server, weights_of
@@ -64,8 +65,12 @@ class IffiPredictor(Predictor):
 
 
 class IffiSettings(FusionSettings):
-    weights: Literal["size", "uniform", "noise"] = "size"
-    prototypes: Literal["uniform", "counts"] = "uniform"
+    weights: Literal["size", "uniform", "noise"] = Field(
+        "size", description="how sites count: by their images, all alike, or by how little noise excites them"
+    )
+    prototypes: Literal["uniform", "counts"] = Field(
+        "uniform", description="how sites count in a class's prototype: all alike, or by their images of it"
+    )
 
 
 class Iffi(Fusion):
@@ -75,6 +80,9 @@ class Iffi(Fusion):
     needs = frozenset({"weights", "class_counts", "prototypes"})
     settings_type = IffiSettings
     settings: IffiSettings
+
+    def row_shares(self, parcels: Inbox) -> list[float]:
+        return weights_of(parcels, "uniform")  # as prototypes are fused
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         parcels.same_features("iffi")

@@ -116,10 +116,12 @@ class FedProto(Fusion):
 
 
 class FedTgpSettings(FusionSettings):
-    scale: Literal["none", "means"] = "none"
+    scale: Literal["none", "means"] = Field(
+        "none", description="distances as they are, or in units of the mean length of a client's means"
+    )
     epochs: int = Field(500, ge=1, description="passes over the uploaded means; published: 100 in each of many rounds")
-    batch: int = Field(10, ge=1)
-    lr: float = Field(0.01, gt=0)
+    batch: int = Field(10, ge=1, description="class means in a step")
+    lr: float = Field(0.01, gt=0, description="learning rate of the prototypes")
     threshold: float = Field(100.0, ge=0, description="largest margin")
 
 

@@ -15,16 +15,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from flyby.data.dataset import Dataset
-from flyby.data.site import Part, part_of
+from flyby.data.site import Part
 from flyby.errors import BadInput
-from flyby.fusion.base import Fusion, FusionSettings, Server, weights_of
+from flyby.fusion.base import Fusion, FusionSettings, Server, labelled, weights_of
 from flyby.fusion.predictor import Ensemble, Predictor, Single
 from flyby.models import Network
 from flyby.parcels.inbox import Inbox, unshifted
 
 
 class AverageSettings(FusionSettings):
-    weights: Literal["size", "uniform"] = "size"
+    weights: Literal["size", "uniform"] = Field("size", description="how sites count: by their images, or all alike")
     recalibrate: bool = Field(False, description="re-estimate BatchNorm statistics on unlabelled proxy data")
 
 
@@ -89,7 +89,9 @@ def recalibrate(network: nn.Module, batches: Iterable[Tensor]) -> None:
 
 
 class EnsembleSettings(FusionSettings):
-    mean: Literal["logits", "probabilities"] = "probabilities"
+    mean: Literal["logits", "probabilities"] = Field(
+        "probabilities", description="what is averaged: probabilities, or logits"
+    )
     weights: Literal["size", "uniform", "learned"] = Field(
         "uniform", description="learned: those under which labelled --proxy images are likeliest; for probabilities"
     )
@@ -101,23 +103,26 @@ class EnsembleFusion(Fusion):
     name = "ensemble"
     about = "mean of all models' probabilities (or logits); architectures may differ"
     heterogeneous = True
+    softmax = True
     settings_type = EnsembleSettings
     settings: EnsembleSettings
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         networks, learned = parcels.networks(), self.settings.weights == "learned"
         specs = [m.spec for m in parcels.manifests]
-        shares = likeliest(networks, self._judges(server)) if learned else weights_of(parcels, self.settings.weights)
-        return Ensemble(specs, parcels.class_names, networks, mean=self.settings.mean, weights=shares)
+        judges = self._judges(parcels, server) if learned else None
+        shares = likeliest(networks, judges) if judges else weights_of(parcels, self.settings.weights)
+        mean, held = self.settings.mean, parcels.held
+        return Ensemble(specs, parcels.class_names, networks, mean=mean, weights=shares, held=held)
 
-    def _judges(self, server: Server) -> Part:
+    def _judges(self, parcels: Inbox, server: Server) -> Part:
         if self.settings.mean == "logits":
             raise BadInput("fusion.weights=learned is for the mean of probabilities; leave out fusion.mean=logits")
         if server.proxy is None or len(server.proxy) == 0:
             raise BadInput(
                 "fusion.weights=learned needs images with labels that can be believed; give them with --proxy PATH"
             )
-        return part_of(server.proxy)
+        return labelled(server.proxy, parcels)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from flyby.statistics.null_space import expand
 class MaEchoSettings(AverageSettings):
     weights: Literal["size", "uniform"] = Field("uniform", description="of the clients, in every mean")
     eta: float = Field(1.0, gt=0, le=1, description="step size")
-    iterations: int = Field(50, ge=0)
+    iterations: int = Field(50, ge=0, description="steps of moving the weights together")
 
 
 class MaEcho(Fusion):
