@@ -72,6 +72,10 @@ def run(
     tune: Tune = None,
     fusion: Rule = None,
     meetings: Meetings,
+    contacts: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN", help="Who can talk to whom, when: a plan of `flyby contacts`."),
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")
     ] = None,
@@ -94,6 +98,7 @@ def run(
     if not names:
         raise BadInput("name a method; `flyby methods` lists them")
     words = {"fusion": fusion, "seed": seed, "model": model, "epochs": epochs, "data": {"name": data, "size": size}}
+    words["contacts"] = {"plan": None if contacts is None else str(contacts)}
     shares = {"name": split, "clients": clients, "alpha": alpha, "min_size": min_size}
     chosen = compiling(standing(settings, backbone, backbone_size, tune), compiled)
     configs = _configs(names, meetings, split=shares, assignments=chosen, **words)

@@ -2,8 +2,8 @@
 
 The plan is known beforehand, as contact plans are, so that nothing is begun that cannot end. Each pair exchanges once.
 A node's round fires when its own buffer is full (Q models, those it kept of its last round among them), not by a common
-clock. The outcome are the events of a :class:`flyby.contacts.journal.Journal`; nothing is random, and no model is looked
-at but where models are dropped by score.
+clock. The outcome are the events of a journal (:mod:`flyby.contacts.journal`); nothing is random, and no model is
+looked at but where models are dropped by score.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from flyby.contacts.journal import Event
 from flyby.contacts.plan import Contact, Plan
@@ -46,6 +46,22 @@ class ScheduleSettings(LinkSettings):
     @classmethod
     def _one_or_more(cls, value: object) -> object:
         return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+class ContactSettings(ScheduleSettings):
+    """How a run follows a plan; without a ``plan`` it follows none."""
+
+    plan: str | None = Field(None, description="the plan that says who can talk to whom when, as --contacts")
+    journal: str | None = Field(None, description="a saved journal to replay, instead of making one")
+    every: float = Field(1.0, gt=0, description="hours between two fusions at the server behind the ground stations")
+
+    @model_validator(mode="after")
+    def _a_plan(self) -> ContactSettings:
+        if self.plan is None and self.model_fields_set - {"plan"}:
+            raise ValueError("they say how a plan is followed, and there is none; name one with --contacts")
+        if len(set(self.codecs)) < len(self.codecs):
+            raise ValueError(f"a codec stands twice in {', '.join(self.codecs)}")
+        return self
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from flyby.report.figures import Panel
 from flyby.report.read import RunData
 from flyby.runs.methods import METHODS, PRINTED
 from flyby.runs.paired import Paired, mean_error
+from flyby.runs.population import evenly
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ def sections_of(run: RunData) -> list[dict[str, Any]]:
     method = str(run.result.get("method"))
     variant = METHODS[method].orient if method in METHODS else None
     try:
-        return sections(run.nodes, variant or method, int(run.result["rounds"]))
+        return sections(evenly(run.nodes), variant or method, int(run.result["rounds"]))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise BadInput(
             f"nodes/ of the run {run.name} does not hold what was measured at its nodes ({type(error).__name__}:"

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from flyby.contacts.schedule import ContactSettings
 from flyby.data.dataset import DataBundle, Dataset, channel_statistics
 from flyby.data.settings import DataSettings
 from flyby.data.splits import SplitSettings
@@ -58,11 +59,12 @@ class ModelSettings(Grown):
     std: tuple[float, ...] = ()
 
 
-class RunConfig(BaseModel):
+class RunConfig(Grown):
     """One run, as asked for. Sections that depend on the method (objective, train, views, fusion) hold only what was
     set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    later = frozenset({"contacts"})
 
     method: str = "fedavg"
     seed: int = 0
@@ -84,6 +86,7 @@ class RunConfig(BaseModel):
     server_seed: int | None = Field(None, ge=0, description="what the server draws by, where not by the run's seed")
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
     attack: AttackSettings = AttackSettings()
+    contacts: ContactSettings = ContactSettings()
     admission: Literal["none", "default", "validated"] = Field(
         "none", description="the gate before the server, without or with held-out images"
     )
@@ -97,6 +100,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "split": SplitSettings,
     "model": ModelSettings,
     "attack": AttackSettings,
+    "contacts": ContactSettings,
 }
 TOP = ("codec", "counts", "epsilon", "proxy", "server_seed", "locals", "admission", "judge")
 

@@ -35,10 +35,11 @@ from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
 from flyby.runs.attacks import assault, met, success
 from flyby.runs.config import Plan, RunConfig, plan
+from flyby.runs.encounters import Encounters
 from flyby.runs.folder import Result, Run
 from flyby.runs.judge import Judge
 from flyby.runs.methods import METHODS
-from flyby.runs.population import Population, by_round, common_means, plan_fleet
+from flyby.runs.population import Population, by_round, common_means, evenly, plan_fleet
 from flyby.runs.progress import Progress
 from flyby.runs.server import SERVER, entrance, held_out, proxy_of
 from flyby.runs.site import jobs_of
@@ -131,13 +132,14 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     resolved = plans[0].recipe.model_dump(mode="json")
     population = None
     if settings is not None:
-        population = Population.of(config, settings, bundle, split)
+        meet = Encounters if config.contacts.plan else Population
+        population = meet.of(config, settings, bundle, split)
         population.device, population.keep = device, options.keep
         recipes = [one.recipe.model_dump(mode="json") for one in plans]
         resolved = {"recipes": recipes, "orient": settings.model_dump(mode="json")}
     folder.begin(config, resolved, split)
     if population is not None:
-        population.schedule.save(folder.schedule)
+        population.begin(folder)
     marks = [("", started)]
     opened = Opened(config, folder, options, bundle, split, plans, population, proxy, engine, device, marks)
     opened.mark("load")
@@ -230,7 +232,7 @@ def orient_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], 
         "accuracy": sum(own.values()) / len(own),
         "per_client": own,
         "local_per_client": {name: one["local"] for name, one in facts.items()},
-        "by_round": {name: by_round(one) for name, one in facts.items()},
+        "by_round": {name: by_round(one) for name, one in evenly(facts).items()},
         **common_means(facts),
         **met(facts, population.met(), uploads.liars),
         "per_class": per_class(facts, opened.split.class_names),
@@ -241,6 +243,8 @@ def orient_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], 
         "bytes_up": population.ledger.total_bytes,
         "bytes_down": 0,
     }
+    if isinstance(population, Encounters):
+        found |= population.findings(facts, opened.run)
     if config.attack.kind == "backdoor":
         rates = [one["fooled"] for one in facts.values() if one.get("fooled") is not None]
         found["attack_success"] = statistics.fmean(rates)
