@@ -45,9 +45,8 @@ def julian(epoch: str) -> tuple[float, float]:
 
 
 def calendar(days: float) -> str:
-    """The time in UTC of a Julian day, to a millisecond."""
-    whole = datetime(2000, 1, 1) + timedelta(days=days - 2_451_544.5)
-    return utc((whole + timedelta(microseconds=500)).isoformat(timespec="milliseconds"))
+    """The whole second (UTC) before a Julian day with its part."""
+    return utc((datetime(2000, 1, 1) + timedelta(days=days - 2_451_544.5)).isoformat(timespec="seconds"))
 
 
 @dataclass(frozen=True)

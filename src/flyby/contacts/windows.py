@@ -170,7 +170,7 @@ def find(
     made = sky.joined(found[-1]) if stations else sky
     gone = {movers.names[i]: float(lost[i]) for i in np.flatnonzero(np.isfinite(lost))}
     for name, since in gone.items():
-        log.warning("%s is lost from second %.0f on (decayed, or no orbit): no contacts while it is", name, since)
+        log.warning("%s is lost from second %.0f on (decayed, or no orbit): no contacts from there", name, since)
     return made.kept(rules.least, rules.terminals, n), gone
 
 
@@ -182,10 +182,12 @@ def _spans(movers: Movers, seconds: float, step: float) -> Iterator[tuple[_Span,
     values = np.stack([(2 * u - 3) * u * u + 1, ((u - 2) * u + 1) * u, (3 - 2 * u) * u * u, (u - 1) * u * u])
     slopes = np.stack([6 * u * (u - 1), (3 * u - 4) * u + 1, 6 * u * (1 - u), (3 * u - 2) * u])
     block = max(2, min(256, 200_000 // len(movers.names)))
+    gone = np.zeros((len(movers.names), 1), bool)
     for first in range(0, len(knots) - 1, block):
         times = knots[first : first + block + 1]
         x, v = movers.states(times)
-        gone = ~((x * x).sum(2) > GRAZE**2)  # nan too
+        gone = ~((x * x).sum(2) > GRAZE**2) | gone[:, -1:]  # nan too
+        gone = np.logical_or.accumulate(gone, axis=1)  # what has decayed does not come back
         x[gone], v[gone] = np.nan, np.nan
         for k, (begin, end) in enumerate(zip(times[:-1].tolist(), times[1:].tolist(), strict=True)):
             h = end - begin
@@ -194,7 +196,7 @@ def _spans(movers: Movers, seconds: float, step: float) -> Iterator[tuple[_Span,
             shape = (len(x), 3, SUBSTEPS + 1)
             place, speed = (rows @ values).reshape(shape), (rows @ slopes / h).reshape(shape)
             place, speed = place.transpose(1, 0, 2).copy(), speed.transpose(1, 0, 2).copy()
-            reach = np.sqrt((place * place).sum(0) - GRAZE**2)
+            reach = np.sqrt(np.maximum((place * place).sum(0) - GRAZE**2, 1e-6))
             yield _Span(begin, end, place, speed, reach, (place * speed).sum(0) / reach), ~(gone[:, k] | gone[:, k + 1])
 
 
