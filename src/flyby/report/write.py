@@ -18,7 +18,7 @@ from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.names import natural
-from flyby.report import figures, nodes, page, sites, trajectories
+from flyby.report import contacts, figures, nodes, page, sites, trajectories
 from flyby.report.read import RunData
 from flyby.report.sections import pictures
 from flyby.runs.folder import Run
@@ -49,6 +49,7 @@ def build_html(runs: list[RunData], title: str) -> str:
     page and its menu."""
     sections = [
         ("results", "Results", _results(runs) + _accuracy_bars(runs)),
+        ("hours", "Accuracy against hours", contacts.over_hours(runs)),
         ("holdings", "Who holds what", sites.holdings(runs)),
         ("classes", "Accuracy by class", sites.classes(runs)),
         ("clients", "Site by site", sites.clients(runs)),
