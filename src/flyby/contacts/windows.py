@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -230,7 +231,6 @@ def _turn(
 def _near_in_sky(limits: Callable[[_Span], float]) -> Near:
     """Pairs that may come within a limit during a span: first by where they are in its middle and how fast anyone is,
     then as if they flew straight on, which gravity bends by a few km."""
-    every: list[tuple[Ints, Ints]] = []
 
     def near(span: _Span) -> tuple[Ints, Ints]:
         middle, half = span.x.shape[2] // 2, (span.end - span.begin) / 2
@@ -238,12 +238,7 @@ def _near_in_sky(limits: Callable[[_Span], float]) -> Near:
         radius, speed = np.sqrt((x * x).sum(0)), np.sqrt((v * v).sum(0))
         limit = limits(span)
         cut = limit + 2.04 * half * float(np.nanmax(speed, initial=0.0))
-        if x.shape[1] <= FEW:
-            if not every:
-                every.append(np.triu_indices(x.shape[1], 1))
-            one, other = every[0]
-        else:
-            one, other = _tree(x, cut)
+        one, other = near_pairs(x, cut)
         dx, dv = x.take(one, 1) - x.take(other, 1), v.take(one, 1) - v.take(other, 1)
         fast = (dv * dv).sum(0)
         along = (dx * dv).sum(0)
@@ -255,12 +250,22 @@ def _near_in_sky(limits: Callable[[_Span], float]) -> Near:
     return near
 
 
-def _tree(x: Floats, cut: float) -> tuple[Ints, Ints]:
-    from scipy.spatial import cKDTree  # type: ignore[import-untyped]
+def near_pairs(x: Floats, cut: float) -> tuple[Ints, Ints]:
+    """All pairs (one < other) of the places ``x`` [3, n] that are at most ``cut`` apart, and perhaps more; none with
+    nan."""
+    alive = np.flatnonzero(np.isfinite(x).all(0))
+    if len(alive) <= FEW:
+        one, other = _all_pairs(len(alive))
+    else:
+        from scipy.spatial import cKDTree  # type: ignore[import-untyped]
 
-    alive = np.flatnonzero(np.isfinite(x[0]))
-    pairs = cKDTree(x[:, alive].T).query_pairs(cut, output_type="ndarray")
-    return alive[pairs[:, 0]], alive[pairs[:, 1]]
+        one, other = cKDTree(x[:, alive].T).query_pairs(cut, output_type="ndarray").T
+    return alive[one], alive[other]
+
+
+@lru_cache(4)
+def _all_pairs(n: int) -> tuple[Ints, Ints]:
+    return np.triu_indices(n, 1)
 
 
 def _near_ground(stations: Sequence[Station], epoch: str, satellites: int) -> Near:
