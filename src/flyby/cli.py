@@ -15,7 +15,7 @@ import typer
 import typer.core
 
 from flyby import __version__
-from flyby.commands import flower, keys
+from flyby.commands import contacts, flower, keys
 from flyby.commands.audit import audit
 from flyby.commands.backbones import backbones
 from flyby.commands.bench import bench
@@ -47,6 +47,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(keys.app, name="keys")
+app.add_typer(contacts.app, name="contacts")
 app.add_typer(flower.app, name="flower")
 
 
