@@ -116,14 +116,15 @@ def _warm(engine: str | None, device: str) -> None:
         atexit.register(forkserver.stop)
 
 
-def _configs(names: list[str], meetings: Meetings, **words: Any) -> dict[str, RunConfig]:
-    from flyby.runs.config import make_config
+def _configs(names: list[str], meetings: Meetings, assignments: list[str], **words: Any) -> dict[str, RunConfig]:
+    from flyby.runs.config import concerning, make_config
     from flyby.runs.methods import METHODS
 
     orient = vars(meetings)
     if any(v is not None for v in orient.values()) and not any(METHODS[name].orient for name in names):
         raise BadInput("--rounds, --buffer, --top and --eval-nodes belong to methods without a server, such as fol")
-    return {name: make_config(name, orient=orient, **words) for name in names}
+    mine = {name: concerning(name, names, assignments) for name in names}
+    return {name: make_config(name, orient=orient, assignments=mine[name], **words) for name in names}
 
 
 def _run(configs: dict[str, RunConfig], folder: Path, options: Options, track: bool, as_json: bool) -> None:

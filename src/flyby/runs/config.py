@@ -144,6 +144,13 @@ def make_config(
     return build(RunConfig, {"method": method, "seed": seed, "fusion_name": fusion, **typed, **rest, **top}, "run")
 
 
+def concerning(method: str, methods: Iterable[str], assignments: Iterable[str]) -> list[str]:
+    """Of what was asked for several methods at once, what concerns this one: how nodes orient means nothing to a method
+    with a server beside them."""
+    others = not METHODS[method].orient and any(METHODS[name].orient for name in methods)
+    return [text for text in assignments if not (others and text.strip().startswith("orient."))]
+
+
 def _place(key: str, fields: dict[str, set[str]]) -> tuple[str, str]:
     """Where a ``--set`` key belongs: ``train.lr``, or plain ``lr`` where only one section has it."""
     section, dot, name = key.partition(".")
