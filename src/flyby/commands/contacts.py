@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flyby.contacts.ground import Station
     from flyby.contacts.orbits import Orbits
 
-log = logging.getLogger(__name__)
 app = typer.Typer(
     help="Who can talk to whom, when: plans from orbits, from movers and of other tools, and what they allow.",
     no_args_is_help=True,
@@ -52,6 +51,9 @@ class LinkOptions:
         Path | None, typer.Option(help="Ground stations: CSV with name,latitude,longitude[,height][,mask].")
     ] = None
     mask: Annotated[float, typer.Option(help="Degrees above the horizon that a station needs.")] = 10.0
+    positions: Annotated[
+        Path | None, typer.Option(help="Also write where everybody is, for the globe of `flyby contacts show`.")
+    ] = None
 
     def speed(self) -> float:
         from flyby.contacts.links import Budget, amount, rate_of
@@ -89,6 +91,10 @@ def _written(orbits: Orbits, hours: float, options: LinkOptions, out: Path, as_j
         write_lines(out, windows.lines(*words))
     else:
         write_plan(windows.plan(*words), out)
+    if options.positions is not None:
+        from flyby.contacts.tracks import Tracks
+
+        Tracks.of(orbits, hours * 3600, stations=stations).write(options.positions)
     met = {int(i) for column in (windows.one, windows.other) for i in column}
     alone = [name for i, name in enumerate(orbits.names) if i not in met]
     facts = {
@@ -233,6 +239,7 @@ def feasibility(
     top: Annotated[int, typer.Option(help="K: models that stay after a round.")] = 10,
     acquisition: Annotated[float | None, typer.Option(help="Seconds of a window until the first byte crosses.")] = None,
     rate: Rate = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Also a line per node.")] = False,
     as_json: Json = False,
 ) -> None:
     """Before any training: whom each node reaches when, in which codec FOL's schedule fits, and what would."""
@@ -243,11 +250,46 @@ def feasibility(
     from flyby.contacts.transfer import LinkSettings
     from flyby.settings import build
 
-    asked = Asked(buffer, rounds, top)
+    asked, sizes = Asked(buffer, rounds, top), _sizes(size, parcel)
     link = build(LinkSettings, {} if acquisition is None else {"acquisition": acquisition}, "the link")
     plan = read_plan(file, None, None if rate is None else amount(rate, "the rate"))
-    facts = facts_of(plan, _sizes(size, parcel), asked, link)
-    say(facts, as_json, _table(facts))
+    facts = facts_of(plan, sizes, asked, link)
+    say(facts, as_json, _table(facts, nodes))
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan, in any format that convert reads.")],
+    out: Annotated[Path, typer.Option(help="The page to write: one HTML file, which opens offline.")],
+    journal: Annotated[
+        Path | None, typer.Option(help="What a run made of the plan: the journal.jsonl in its folder.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Bytes of a parcel in fp32, as 45MB; a journal knows them.")] = None,
+    positions: Annotated[Path | None, typer.Option(help="Where everybody is: a file that --positions wrote.")] = None,
+    elements: Annotated[Path | None, typer.Option(help="The element sets of the plan, instead of positions.")] = None,
+    stations: Annotated[Path | None, typer.Option(help="With --elements: the ground stations of the plan.")] = None,
+    czml: Annotated[Path | None, typer.Option(help="Also write a CZML file, for Cesium.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A plan to look at: a globe on which it happens, peers against hours, and every pair's windows."""
+    from flyby.contacts.formats import read_plan
+    from flyby.contacts.links import amount
+    from flyby.errors import BadInput
+    from flyby.files import write_text
+    from flyby.report.show import View, tracks_of, write_page
+
+    plan = read_plan(file)
+    tracks = tracks_of(plan, positions, elements, stations)
+    view = View.of(plan, None if size is None else round(amount(size, "the size")), journal, tracks)
+    if czml is not None:
+        from flyby.contacts.czml import czml as document
+
+        if tracks is None:
+            raise BadInput("CZML shows where everybody is; give --positions FILE or --elements FILE")
+        write_text(czml, document(plan, tracks, view.journal))
+    write_page(view, out, file.stem)
+    facts = {"page": str(out), "globe": tracks is not None, "czml": None if czml is None else str(czml)}
+    say(facts, as_json, f"{out}" + ("" if tracks else " (without a globe: give --positions FILE or --elements FILE)"))
 
 
 def _sizes(size: str | None, parcel: Path | None) -> dict[str, float]:
@@ -269,27 +311,35 @@ def _sizes(size: str | None, parcel: Path | None) -> dict[str, float]:
     return {codec: encoded(item, codec).size for codec in SHARES}
 
 
-def _table(facts: dict[str, Any]) -> str:
+def _table(facts: dict[str, Any], nodes: bool) -> str:
     """The report for people."""
-    lines = [*facts["said"], ""]
-    asked = facts["asked"]
-    heads = ("codec", "bytes", "peers reached", f"reach Q={asked['buffer']}", "median h to Q", f"E={asked['rounds']}")
-    rows = [
-        (
-            row["codec"],
-            f"{row['bytes']:,}",
-            f"{row['peers']['least']:g} .. {row['peers']['median']:g} .. {row['peers']['most']:g}",
-            f"{row['nodes_to_buffer']} of {facts['nodes']}",
-            "-" if row["hours_to_buffer"] is None else f"{row['hours_to_buffer']:.1f}",
-            f"{row['nodes_all_rounds']} of {facts['nodes']}",
-        )
-        for row in facts["codecs"]
-    ]
-    wide = [max(len(row[k]) for row in (heads, *rows)) for k in range(len(heads))]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, wide, strict=True)) for row in (heads, *rows)]
+    asked, everyone = facts["asked"], f" of {facts['nodes']}"
+    heads = ("codec", "bytes", "windows that fit", "peers reached", f"reach Q={asked['buffer']}", "median h to Q")
+    table = [(*heads, f"do E={asked['rounds']}")]
+    for row in facts["codecs"]:
+        hours = row["hours_to_buffer"]
+        share, peers = f"{row['windows_that_fit']:.0%}", " .. ".join(f"{value:g}" for value in row["peers"].values())
+        counts = f"{row['nodes_to_buffer']}{everyone}", "-" if hours is None else f"{hours:.1f}"
+        table.append((row["codec"], f"{row['bytes']:,}", share, peers, *counts, f"{row['nodes_all_rounds']}{everyone}"))
     curve, best = facts["over_time"], facts["codecs"][-1]["codec"]
-    lines += ["", f"peers reached by hour ({best}; least .. median .. most over nodes)"]
+    lines = [*facts["said"], "", *_columns(table), "", f"peers by hour ({best}; least .. median .. most over nodes)"]
     for k in range(0, len(curve["hours"]), 8):
         three = " .. ".join(f"{curve[best][key][k]:g}" for key in ("least", "median", "most"))
         lines.append(f"  {curve['hours'][k]:6.1f}  {three}")
+    if nodes:
+        codecs = [row["codec"] for row in facts["codecs"]]
+        rows = [("node", "meets", *(f"{codec}: peers, h to Q" for codec in codecs))]
+        for name, one in facts["per_node"].items():
+            cells = (_cell(one["reached"][codec], one["hours_to_buffer"][codec]) for codec in codecs)
+            rows.append((name, str(one["met"]), *cells))
+        lines += ["", *_columns(rows)]
     return "\n".join(lines)
+
+
+def _cell(peers: int, hours: float | None) -> str:
+    return f"{peers}, {'-' if hours is None else f'{hours:.1f}'}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, wide, strict=True)) for row in rows]

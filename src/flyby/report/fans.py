@@ -33,23 +33,23 @@ def mean_at(nodes: Mapping[str, Steps], hour: float) -> float:
 
 @Drawing
 def fan(groups: Mapping[str, Mapping[str, Steps]], end: float, title: str, percent: bool = False) -> Figure:
-    """A fan per group: its mean (of whole numbers the median) as a line, half of its nodes as a band; with one group
-    the outermost tenths are left out of a second, fainter band."""
+    """A fan per group: the mean of per cents, the median of counts as a line; half of its nodes as a band, which of
+    counts only the last group has, since theirs lie on each other."""
     figure = canvas(336)
     axes = place_axes(figure, 56, 30, WIDTH - 60 - 150, 250)
     hours = np.linspace(0, end, POINTS)
     low, high = np.inf, -np.inf
-    marks = []
+    marks: list[tuple[float, str, str]] = []
     for (name, nodes), colour in zip(groups.items(), PALETTE, strict=False):
         values = spread(nodes, hours) * (100 if percent else 1)
         middle = values.mean(0) if percent else np.median(values, 0)
-        for inner, strength in ((25, 0.22), *(((10, 0.12),) if len(groups) == 1 else ())):
-            band = np.percentile(values, (inner, 100 - inner), axis=0)
-            axes.fill_between(hours, band[0], band[1], color=colour, alpha=strength, linewidth=0, step="post")
-            low, high = min(low, float(band[0].min())), max(high, float(band[1].max()))
+        band = np.percentile(values, (25, 75), axis=0)
+        if percent or len(marks) == len(groups) - 1:
+            axes.fill_between(hours, band[0], band[1], color=colour, alpha=0.22, linewidth=0, step="post")
+        low, high = min(low, float(band[0].min())), max(high, float(band[1].max()))
         axes.step(hours, middle, where="post", color=colour, linewidth=2.4)
         low, high = min(low, float(middle.min())), max(high, float(middle.max()))
-        marks.append((float(middle[-1]), clean(name, 16), colour))
+        marks.append((float(middle[-1]), clean(name, 18), colour))
     margin = 0.06 * max(high - low, 1e-9)
     axes.set(xlim=(0, end), ylim=(low - margin if percent else 0, high + margin))
     axes.set_title(title)

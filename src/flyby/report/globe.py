@@ -97,7 +97,7 @@ const P = new Int16Array(bytes.buffer), N = F.names.length, M = F.moments, U = F
 const canvas = document.getElementById("globe"), c = canvas.getContext("2d");
 const slider = document.getElementById("g-time"), said = document.getElementById("g-said");
 const button = document.getElementById("g-play"), key = document.getElementById("g-key");
-const ground = new Set(F.stations);
+const ground = new Set(F.stations), TRAIL = N > 400 ? 0 : 12;
 const RAMP = [[68,1,84],[59,82,139],[33,145,140],[94,201,98],[253,231,37]];
 const LINE = ["120,135,150", "213,94,0", "204,121,167", "0,158,115"];
 const WORD = ["contact windows", "exchange", "carried", "delivered"];
@@ -180,7 +180,20 @@ function draw() {
     c.lineWidth = .8; c.strokeStyle = "rgba(28,36,48,.65)"; c.stroke();
     c.globalAlpha = 1;
   };
-  for (let i = 0; i < N; i++) if (spots[i][2] < 0 && !hidden(spots[i])) node(i);
+  const trail = i => {                       // where it has been in the last quarter of an hour
+    if (ground.has(i)) return;
+    let before = null;
+    for (let n = TRAIL; n >= 0; n--) {
+      const p = turned(place(i, Math.max(0, now - n * 75)));
+      if (before && !hidden(p) && !hidden(before) && (p[2] >= 0) === (spots[i][2] >= 0)) {
+        const u = at(before), v = at(p);
+        c.strokeStyle = `rgba(92,102,115,${.5 * (1 - n / TRAIL)})`; c.lineWidth = 1;
+        c.beginPath(); c.moveTo(u[0], u[1]); c.lineTo(v[0], v[1]); c.stroke();
+      }
+      before = p;
+    }
+  };
+  for (let i = 0; i < N; i++) if (spots[i][2] < 0 && !hidden(spots[i])) { trail(i); node(i); }
   const glow = c.createRadialGradient(X - R * .4, Y - R * .4, R * .1, X, Y, R);
   glow.addColorStop(0, "#f4f9fc"); glow.addColorStop(1, "#cfe2ee");
   c.fillStyle = glow; c.beginPath(); c.arc(X, Y, R, 0, 7); c.fill();
@@ -199,7 +212,7 @@ function draw() {
     c.lineWidth = kind ? 1 + 2.4 * fade : 1;
     c.beginPath(); c.moveTo(u[0], u[1]); c.lineTo(v[0], v[1]); c.stroke();
   }
-  for (let i = 0; i < N; i++) if (spots[i][2] >= 0) node(i);
+  for (let i = 0; i < N; i++) if (spots[i][2] >= 0) { trail(i); node(i); }
   const values = [...Array(N).keys()].map(valueOf).filter(v => v !== null);
   const sum = values.reduce((x, y) => x + y, 0);
   const mean = values.length ? ` · mean accuracy ${(100 * sum / values.length).toFixed(1)} %` : "";

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flyby.contacts.feasibility import SHARES
+from flyby.contacts.ground import read_stations
 from flyby.contacts.journal import Journal
 from flyby.contacts.plan import Contact, Plan
 from flyby.contacts.schedule import ScheduleSettings
 from flyby.contacts.tracks import Tracks
 from flyby.contacts.transfer import LinkSettings
-from flyby.drawing import INK, MUTED, WIDTH, Drawing, canvas, place_axes
+from flyby.drawing import MUTED, WIDTH, Drawing, canvas, place_axes
 from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.report import page
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HOUR = 3600.0
-SHARES = {"fp32": 1.0, "fp16": 0.5, "int8": 0.25, "int4": 0.16}  # of the bytes of fp32, where only these are known
-COLOURS = ("#0b4f7d", "#2f86bd", "#8fc1e0", "#c9a227", "#e8a06a", "#e3e6ea")
+COLOURS = ("#0b4f7d", "#2f86bd", "#7fb8dc", "#a8dccb", "#d9c7e6", "#dfe3e8")
+EXCHANGE = "#D55E00"
 PARTS, NOTHING = "a part, in chunks", "nothing"
 PAIRS, COLUMNS = 3000, 860  # most rows of the raster, and its columns
 
@@ -82,6 +84,20 @@ class View:
             if ways * size <= room:
                 return place
         return len(self.sizes) + (room < self.link.chunk)
+
+
+def tracks_of(plan: Plan, positions: Path | None, elements: Path | None, stations: Path | None) -> Tracks | None:
+    """Where everybody is, from a file of positions or from element sets; None where neither is named."""
+    if positions is not None and elements is not None:
+        raise BadInput("--positions and --elements both say where everybody is; leave one of them out")
+    if positions is not None:
+        return Tracks.read(positions)
+    if elements is None:
+        return None
+    from flyby.contacts.elements import read_elements
+
+    ground = () if stations is None else read_stations(stations)
+    return Tracks.of(read_elements(elements, plan.epoch, True), plan.seconds, stations=ground)
 
 
 def write_page(view: View, out: Path, title: str) -> Path:
@@ -175,7 +191,7 @@ def _counted(nodes: Sequence[str], moments: Mapping[tuple[str, str], float]) -> 
 def _peers(view: View) -> str:
     groups: dict[str, Mapping[str, Steps]] = {"met": reached(view, useful=False)}
     if view.sizes:
-        groups["one window is enough"] = reached(view, useful=True)
+        groups["in one window"] = reached(view, useful=True)
     if view.journal is not None:
         crossed = {(e["a"], e["b"]): e["at"] for e in view.journal.of("exchange")}
         groups["exchanged"] = _counted(list(view.journal.sites), crossed)
@@ -248,7 +264,9 @@ def raster(
     )
     if marks:
         x, y = zip(*marks, strict=True)
-        axes.scatter(x, [place + 0.5 for place in y], s=max(2.0, min(14.0, 2500 / len(cells))), color=INK, linewidths=0)
+        axes.scatter(
+            x, [place + 0.5 for place in y], s=max(2.0, min(14.0, 2500 / len(cells))), color=EXCHANGE, linewidths=0
+        )
     axes.set_xlabel("hours")
     axes.set_ylabel(f"{len(cells):,} pairs")
     axes.set_yticks([])
