@@ -95,13 +95,14 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"least": min(values), "median": statistics.median(values), "most": max(values)}
 
 
-def _codec(name: str, size: float, got: Reached, asked: Asked) -> dict[str, Any]:
-    """One row of the table."""
+def _codec(name: str, size: float, got: Reached, asked: Asked, fits: float) -> dict[str, Any]:
+    """One row of the table; ``fits``: the share of windows in which a whole exchange has room."""
     counts = [len(rows) for rows in got.values()]
     times = [rows[asked.buffer - 1][0] / HOUR for rows in got.values() if len(rows) >= asked.buffer]
     return {
         "codec": name,
         "bytes": round(size),
+        "windows_that_fit": round(fits, 4),
         "peers": _spread(counts),
         "nodes_to_buffer": len(times),
         "hours_to_buffer": round(statistics.median(times), 3) if times else None,
@@ -117,7 +118,9 @@ def feasibility(plan: Plan, sizes: Mapping[str, float], asked: Asked, link: Link
         raise BadInput("the plan has one node; an exchange needs two")
     met = {name: _first_met(plan, name) for name in plan.nodes}
     got = {name: reach(plan, size, link) for name, size in sizes.items()}
-    rows = [_codec(name, size, got[name], asked) for name, size in sizes.items()]
+    rooms = [link.room(contact) for contact in plan.between_nodes()]
+    fits = {name: sum(room >= 2 * size for room in rooms) / max(1, len(rooms)) for name, size in sizes.items()}
+    rows = [_codec(name, size, got[name], asked, fits[name]) for name, size in sizes.items()]
     news = [when for times in met.values() for when in times]
     facts: dict[str, Any] = {
         "plan": plan.digest,

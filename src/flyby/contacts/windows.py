@@ -30,7 +30,7 @@ Bools = NDArray[np.bool_]
 
 GRAZE = EARTH + 80.0  # km from the Earth's middle that a beam between satellites must clear
 SUBSTEPS = 6  # samples from one knot to the next
-FEW = 200  # up to so many satellites all pairs are looked at, beyond a tree finds the near ones
+FEW = 100  # up to so many satellites all pairs are looked at, beyond a tree finds the near ones
 
 
 class Movers(Protocol):
