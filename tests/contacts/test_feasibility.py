@@ -19,8 +19,8 @@ KB = 1024
 
 
 def test_when_a_peer_is_reached_by_hand() -> None:
-    """Two parcels of 50 chunks at one chunk per second need 100 s, and 10 s are lost to acquisition in each window. a-b:
-    50 chunks cross in the first window, the other 50 in the second, done at 200 + 10 + 50."""
+    """Two parcels of 50 chunks at one chunk per second need 100 s, and 10 s are lost to acquisition in each window: 50
+    chunks of a-b cross in the first window, the other 50 in the second, done at 200 + 10 + 50."""
     plan = Plan(
         ("a", "b", "c", "d"),
         (

@@ -158,6 +158,7 @@ def test_a_tree_finds_the_pairs_that_all_pairs_find(monkeypatch: pytest.MonkeyPa
 def test_a_lost_satellite_is_named_and_its_windows_shut() -> None:
     movers = Circles(550, 0, 10, 20, dies=1000.0)
     found, lost = find(movers, HOUR)
+    assert find(movers, 999.99951)[0].end.max() == 999.99951  # no edge is rounded to after the end
     assert lost == {"sat-0": 960.0}  # the last knot at which it is there
     assert rows(found) == [(0, 1, 0.0, 960.0), (0, 2, 0.0, 960.0), (1, 2, 0.0, HOUR)]
 

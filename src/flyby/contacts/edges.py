@@ -134,10 +134,10 @@ class Windows:
         begins = np.flatnonzero(np.cumsum(steps[order]) == 2)
         return Windows(keys[begins] // size, keys[begins] % size, times[begins], times[begins + 1])
 
-    def kept(self, least: float, terminals: int | None, satellites: int) -> Windows:
-        """In the order of time, times in whole milliseconds, without those that are too short; with ``terminals`` no
-        satellite has more links at a time."""
-        made = Windows(self.one, self.other, np.round(self.start, 3), np.round(self.end, 3))
+    def kept(self, least: float, terminals: int | None, satellites: int, until: float = np.inf) -> Windows:
+        """In the order of time, times in whole milliseconds (none after ``until``), without those that are too short;
+        with ``terminals`` no satellite has more links at a time."""
+        made = Windows(self.one, self.other, np.round(self.start, 3), np.minimum(np.round(self.end, 3), until))
         made = made._take(np.lexsort((made.other, made.one, made.end, made.start)))
         if terminals is not None:
             made = made._take((made.end - made.start) > 0)._served(terminals, satellites)

@@ -44,7 +44,7 @@ def read_movers(path: Path | str, reach: float, rate: float, gap: float = 60.0, 
     if len(grid) > MOST_TIMES:
         raise BadInput(f"{path} has {len(grid)} different times; look less often, with --step 1 or more")
     found = _contacts([(times - begin, places) for times, places in series], grid, reach, gap)
-    return found.kept(0.0, None, len(names)).plan(names, (), rate, EPOCH, seconds)
+    return found.kept(0.0, None, len(names), seconds).plan(names, (), rate, EPOCH, seconds)
 
 
 def _is_xml(path: Path) -> bool:

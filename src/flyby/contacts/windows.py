@@ -172,7 +172,7 @@ def find(
     gone = {movers.names[i]: float(lost[i]) for i in np.flatnonzero(np.isfinite(lost))}
     for name, since in gone.items():
         log.warning("%s is lost from second %.0f on (decayed, or no orbit): no contacts from there", name, since)
-    return made.kept(rules.least, rules.terminals, n), gone
+    return made.kept(rules.least, rules.terminals, n, seconds), gone
 
 
 def _spans(movers: Movers, seconds: float, step: float) -> Iterator[tuple[_Span, Bools]]:
