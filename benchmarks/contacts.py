@@ -95,6 +95,11 @@ def draw(rows: list[dict[str, Any]]) -> bytes:
                 label = f"{hours:g} h, {'up to 1,000 km' if most else 'as far as they see'}"
                 axes.plot([r["satellites"] for r in mine], line, "o-", color=PALETTE[c], label=label, markersize=4)
             axes.set(xscale="log", yscale="log", title=title, xlabel="satellites")
+            marks = [20, 70, 200, 500, 1000, 2000, 5000]
+            axes.set_xticks(marks, [f"{mark:,}" for mark in marks])
+            heights = [0.03, 0.1, 0.3, 1, 3, 10] if per else [50, 100, 200, 500, 1000]
+            axes.set_yticks(heights, [f"{height:,g}" for height in heights])
+            axes.minorticks_off()
             axes.grid(True)
             if not k:
                 axes.legend(frameon=False, fontsize=11)

@@ -126,7 +126,7 @@ def brute(movers: Orbits, seconds: float, most: float | None) -> dict[tuple[int,
 
 @pytest.mark.parametrize("most", [None, 1500.0, 4800.0])
 def test_six_hours_against_brute_force(most: float | None) -> None:
-    """None missed; an edge is off by less than .1 s (99 of 100). 4,800 km: sight and range both bind."""
+    """None missed; an edge is off by less than .01 s (99 of 100). 4,800 km: sight and range both bind."""
     movers = random_shell(20, (450, 650), (40, 98), seed=3)
     found, _ = find(movers, 6 * HOUR, Rules(max_range=most))
     ours: dict[tuple[int, int], list[list[float]]] = {}
@@ -143,8 +143,8 @@ def test_six_hours_against_brute_force(most: float | None) -> None:
     extra = [w for windows in ours.values() for w in windows]
     assert all(end - start < 1 for start, end in extra)  # shorter than the brute force looks
     assert len(off) > 250
-    assert np.quantile(off, 0.99) < 0.1
-    assert max(off) < 1.0
+    assert np.quantile(off, 0.99) < 0.01  # 1.6 ms, of which the brute force has one
+    assert max(off) < 0.1
 
 
 def test_a_tree_finds_the_pairs_that_all_pairs_find(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,9 @@ def _said(facts: Mapping[str, Any], asked: Asked) -> list[str]:
     ]
     last = facts["last_new_hour"]
     if last is not None and last <= hours / 2 and met["most"] < facts["nodes"] - 1:
+        few = "few " if met["most"] <= facts["nodes"] / 4 else ""
         said.append(
-            f"After hour {last:.1f} nobody meets anyone new: every node has the same few peers for ever, and waiting"
+            f"After hour {last:.1f} nobody meets anyone new: every node has the same {few}peers for ever, and waiting"
             " longer brings no more."
         )
     if facts["alone"]:

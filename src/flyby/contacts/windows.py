@@ -3,7 +3,7 @@
 With R the radius that a beam must clear (the Earth's and 80 km of air) and L_i = sqrt(r_i^2 - R^2) the way from
 satellite i to where its beam grazes that sphere, i sees j iff ``x_i . x_j + L_i L_j >= R^2``, which is the same as
 ``|x_i - x_j| <= L_i + L_j``. Each rule (sight, range, elevation) is a smooth function g of time, >= 0 where it holds.
-Between knots 60 s apart positions are cubics (Hermite; within a metre of SGP4 at 550 km); on every 10 s g is a cubic
+Between knots 60 s apart positions are cubics (Hermite; within 0.4 m of SGP4 at 550 km); on every 10 s g is a cubic
 through its values and slopes, whose roots are the edges, and whose tops and bottoms show windows and gaps that fall
 between two samples.
 """
