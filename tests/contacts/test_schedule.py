@@ -222,7 +222,7 @@ def worlds(draw: st.DrawFn) -> tuple[Plan, ScheduleSettings, Need]:
     return Plan(tuple(names), tuple(contacts), end), link, need
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(worlds())
 def test_no_pair_twice_no_window_overfull_and_no_part_taken_for_the_whole(world: tuple[Plan, Any, Need]) -> None:
     plan, link, need = world

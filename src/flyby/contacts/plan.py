@@ -51,7 +51,7 @@ class Contact:
 
 def meet(start: float, end: float, one: str, other: str, rate: float) -> Contact:
     """A contact of two names in any order."""
-    return Contact(start, end, min(one, other), max(one, other), rate)
+    return Contact(float(start), float(end), min(one, other), max(one, other), float(rate))
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Plan:
         set_(self, "nodes", tuple(sorted(self.nodes, key=natural)))
         set_(self, "stations", tuple(sorted(self.stations, key=natural)))
         set_(self, "epoch", utc(self.epoch))
+        set_(self, "seconds", float(self.seconds))  # as a file says it: equal plans have equal digests
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise BadInput(f"a plan of {self.seconds} seconds has no time in it; give a positive number")
         known: set[str] = set()
