@@ -145,6 +145,7 @@ def test_the_command_line_starts_without_heavy_modules() -> None:
         "ray",
         "flwr",
         "opacus",
+        "sgp4",
     )
     code = f"import sys, flyby.cli; print([m for m in {heavy!r} if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -98,7 +98,7 @@ def test_every_way_to_a_plan(tmp_path: Path) -> None:
     stations = tmp_path / "stations.csv"
     stations.write_text("name,latitude,longitude,height,mask\nkiruna,67.9,21.1,400,5\nquito,-0.2,-78.5,2800,\n")
     plan, ion = tmp_path / "p.csv", tmp_path / "p.ion"
-    done("contacts", "random", "--satellites", 5, "--hours", 3, "--stations", stations, "--out", plan)
+    done("contacts", "random", "--satellites", 5, "--hours", 2, "--stations", stations, "--out", plan)
     assert Plan.read(plan).stations == ("kiruna", "quito")
     done("contacts", "convert", plan, ion)
     done("contacts", "convert", ion, tmp_path / "p.json")

@@ -105,10 +105,17 @@ def holds(x: Floats, y: Floats, most: float | None) -> Floats:
     return inside if most is None else inside & (np.linalg.norm(x - y, axis=1) <= most)
 
 
-def brute(movers: Orbits, seconds: float, most: float | None) -> dict[tuple[int, int], list[tuple[float, float]]]:
+@pytest.fixture(scope="module")
+def shell() -> tuple[Orbits, Floats]:
+    """Twenty satellites, and where they are in every second of six hours."""
+    movers = random_shell(20, (450, 650), (40, 98), seed=3)
+    return movers, movers.states(np.arange(0, 6 * HOUR + 1))[0]
+
+
+def brute(movers: Orbits, x: Floats, most: float | None) -> dict[tuple[int, int], list[tuple[float, float]]]:
     """Windows by looking every second, each edge then halved down on SGP4 itself."""
+    seconds = x.shape[1] - 1
     times = np.arange(0, seconds + 1, 1.0)
-    x = movers.states(times)[0]
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for i, j in zip(*(c.tolist() for c in np.triu_indices(len(x), 1)), strict=True):
         seen = np.concatenate([[False], holds(x[i], x[j], most), [False]])
@@ -125,14 +132,14 @@ def brute(movers: Orbits, seconds: float, most: float | None) -> dict[tuple[int,
 
 
 @pytest.mark.parametrize("most", [None, 1500.0, 4800.0])
-def test_six_hours_against_brute_force(most: float | None) -> None:
+def test_six_hours_against_brute_force(most: float | None, shell: tuple[Orbits, Floats]) -> None:
     """None missed; an edge is off by less than .01 s (99 of 100). 4,800 km: sight and range both bind."""
-    movers = random_shell(20, (450, 650), (40, 98), seed=3)
+    movers, places = shell
     found, _ = find(movers, 6 * HOUR, Rules(max_range=most))
     ours: dict[tuple[int, int], list[list[float]]] = {}
     for i, j, start, end in rows(found):
         ours.setdefault((i, j), []).append([start, end])
-    theirs = brute(movers, 6 * HOUR, most)
+    theirs = brute(movers, places, most)
     off = []
     for pair, windows in theirs.items():
         for start, end in windows:
@@ -206,8 +213,8 @@ def test_sidereal_time_and_a_station_s_place() -> None:
 
 def test_a_station_against_the_elevation_looked_at_every_second() -> None:
     movers, place = walker(8, 2, 1, 600, 80, epoch="2026-03-01T00:00:00Z"), Station("kiruna", 67.9, 21.1, 400, mask=7)
-    found, _ = find(movers, 6 * HOUR, stations=(place,))
-    times = np.arange(0, 6 * HOUR + 1, 1.0)
+    found, _ = find(movers, 3 * HOUR, stations=(place,))
+    times = np.arange(0, 3 * HOUR + 1, 1.0)
     x = movers.states(times)[0]
     at, _, up, _ = station_states((place,), movers.epoch, times)
     d = x - at[:, 0].T
@@ -216,7 +223,7 @@ def test_a_station_against_the_elevation_looked_at_every_second() -> None:
     for i in range(8):
         mine = [end - start for one, other, start, end in rows(found) if (one, other) == (i, 8)]
         assert sum(mine) == pytest.approx(seconds[i], abs=1.0 * len(mine) + 1e-6)
-    assert sum(seconds.values()) > 1000
+    assert sum(seconds.values()) > 500
 
 
 @pytest.mark.parametrize(

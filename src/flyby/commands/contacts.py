@@ -95,7 +95,8 @@ def _written(orbits: Orbits, hours: float, options: LinkOptions, out: Path, as_j
         from flyby.contacts.tracks import Tracks
 
         Tracks.of(orbits, hours * 3600, stations=stations).write(options.positions)
-    met = {int(i) for column in (windows.one, windows.other) for i in column}
+    between = windows.other < len(orbits.names)  # no station at the other end
+    met = {*windows.one[between].tolist(), *windows.other[between].tolist()}
     alone = [name for i, name in enumerate(orbits.names) if i not in met]
     facts = {
         "plan": str(out),

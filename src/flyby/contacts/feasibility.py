@@ -6,6 +6,7 @@ is looked at by itself, as if no node were ever busy with another: a run on the 
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,8 @@ def _over_time(plan: Plan, got: Mapping[str, Reached], points: int = 49) -> dict
     hours = [plan.hours * k / (points - 1) for k in range(points)]
     curves: dict[str, Any] = {"hours": hours}
     for codec, reached in got.items():
-        counts = [[sum(when <= hour * HOUR for when, _ in rows) for rows in reached.values()] for hour in hours]
+        times = [[when for when, _ in rows] for rows in reached.values()]
+        counts = [[bisect.bisect_right(row, hour * HOUR) for row in times] for hour in hours]
         curves[codec] = {key: [_spread(row)[key] for row in counts] for key in ("least", "median", "most")}
     return curves
 
