@@ -46,8 +46,13 @@ def _said(groups: dict[str, dict[str, Steps]], end: float) -> str:
     return f"Which is ahead: {', then '.join(words)}." if words else "None is ahead of the others at any hour."
 
 
+def marks(end: float) -> list[float]:
+    """Some hours of a plan, for a table."""
+    return [hour for hour in MARKS if hour < end] + [end]
+
+
 def _marks(groups: dict[str, dict[str, Steps]], end: float) -> str:
-    hours = [hour for hour in MARKS if hour < end] + [end]
+    hours = marks(end)
     rows = [[name, *(page.percent(mean_at(one, hour)) for hour in hours)] for name, one in groups.items()]
     head = ["Mean accuracy % at hour", *(f"{hour:g}" for hour in hours)]
     return page.table(head, rows, numeric=range(1, len(head)), label="Mean accuracy at some hours")

@@ -269,6 +269,8 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "diverged",
         "attack_success",
         "by_round",
+        "by_hour",
+        "contacts",
     )
     own, alone = result.get("per_client"), result.get("local_accuracy")
     threat: dict[str, Any] = {
