@@ -15,7 +15,7 @@ from flyby.contacts.plan import Plan
 from flyby.contacts.tracks import Tracks
 from flyby.report.fans import Steps
 
-MOST_LINES = 20_000  # windows or exchanges that a page shows
+MOST_LINES = 40_000  # windows or exchanges that a page shows
 LARGEST = 3_000_000  # bytes of positions
 
 
@@ -36,6 +36,7 @@ def globe(plan: Plan, tracks: Tracks, journal: Journal | None, accuracy: Mapping
         "unit": unit,
         "end": plan.seconds,
         "lines": lines[:MOST_LINES],
+        "cut": len(lines) > MOST_LINES,
         "flash": journal is not None,
         "accuracy": {str(who[name]): [[h, round(v, 4)] for h, v in s] for name, s in accuracy.items() if name in who},
         "range": [round(min(values), 4), round(max(values), 4)] if values else None,
@@ -87,7 +88,7 @@ width:5.2em;cursor:pointer}
 .ramp{display:inline-block;width:110px;height:9px;border-radius:5px;margin:0 7px;vertical-align:baseline}
 """
 
-# A drag turns the globe, and a click is not needed for anything. Time runs a day in 40 seconds.
+# A drag turns the globe, and a click is not needed for anything. Time runs a day in a minute.
 SCRIPT = r"""
 (() => {
 const F = JSON.parse(document.getElementById("g-facts").textContent);
@@ -200,14 +201,19 @@ function draw() {
   c.strokeStyle = "#8fb3c9"; c.lineWidth = 1; c.stroke();
   net();
   let shown = 0, total = 0;
-  const stay = F.flash ? 900 : 0;
+  const stay = F.flash ? 400 : 0, halo = 1500;  // a flash is short, since they fly apart; a ring stays longer
   for (const [a, b, from, to, kind] of F.lines) {
     if (kind && to <= now) total++;
-    if (now < from || now > to + stay) continue;
+    if (now < from || now > to + (stay && halo)) continue;
     shown++;
-    const p = spots[a], q = spots[b], fade = now <= to || !stay ? 1 : 1 - (now - to) / stay;
-    if (hidden(p) && hidden(q)) continue;
-    const u = at(p), v = at(q);
+    const p = spots[a], q = spots[b], fade = now <= to || !stay ? 1 : Math.max(0, 1 - (now - to) / stay);
+    const u = at(p), v = at(q), age = (now - to) / halo;
+    if (kind && age > 0) for (const [s, w] of [[p, u], [q, v]]) {
+      if (s[2] < 0) continue;
+      c.strokeStyle = `rgba(${LINE[kind]},${.8 * (1 - age)})`; c.lineWidth = 2;
+      c.beginPath(); c.arc(w[0], w[1], dot + 2 + 9 * age, 0, 7); c.stroke();
+    }
+    if (now > to + stay || (hidden(p) && hidden(q))) continue;
     c.strokeStyle = `rgba(${LINE[kind]},${(.25 + .7 * fade) * (kind ? 1 : .8)})`;
     c.lineWidth = kind ? 1 + 2.4 * fade : 1;
     c.beginPath(); c.moveTo(u[0], u[1]); c.lineTo(v[0], v[1]); c.stroke();
@@ -230,11 +236,12 @@ function tell() {
     spots.unshift(`<span>accuracy ${low}${mark("ramp", look, high)}</span>`);
   }
   if (ground.size) spots.push(mark("swatch tri", "background:#D55E00", "ground station"));
+  if (F.cut) spots.push(`<span>only the first ${F.lines.length} are drawn</span>`);
   spots.push("<span>drag to turn</span>");
   key.innerHTML = spots.join("");
 }
 function tick(stamp) {
-  if (playing && last !== null) { now += Math.min(100, stamp - last) / 1000 * 2160; if (now > F.end) now = 0; draw(); }
+  if (playing && last !== null) { now += Math.min(100, stamp - last) / 1000 * 1440; if (now > F.end) now = 0; draw(); }
   last = stamp;
   requestAnimationFrame(tick);
 }
