@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from flyby import __version__
-from flyby.commands import flower, keys
+from flyby.commands import contacts, flower, keys
 from flyby.commands.audit import audit
 from flyby.commands.backbones import backbones
 from flyby.commands.bench import bench
@@ -51,7 +51,7 @@ PANELS = {
 for title, commands in PANELS.items():
     for command in commands:
         app.command(rich_help_panel=title)(command)
-for name, group in (("keys", keys), ("flower", flower)):
+for name, group in (("keys", keys), ("contacts", contacts), ("flower", flower)):
     app.add_typer(group.app, name=name, rich_help_panel="Real sites, a server, nodes that meet")
 
 

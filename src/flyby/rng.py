@@ -7,9 +7,12 @@ for its generator again by name.
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def seed_of(*key: object) -> int:
@@ -20,6 +23,8 @@ def seed_of(*key: object) -> int:
 
 def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
     """A torch generator for (seed, site, stage, ...)."""
+    import torch  # here: who needs only numpy's streams is spared 200 MB
+
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 

@@ -76,6 +76,10 @@ def run(
         typer.Option(help="Another server rule than the method's own, or several with commas, on the same uploads."),
     ] = None,
     meetings: Meetings,
+    contacts: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN", help="Who can talk to whom, when: a plan of `flyby contacts`."),
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="inline, processes or ray; by default what suits the machine.")
     ] = None,
@@ -100,6 +104,7 @@ def run(
 
     names, rules = _listed("--method", method), _listed("--fusion", fusion) if fusion is not None else [None]
     words = {"seed": seed, "model": model, "epochs": epochs, "data": {"name": data, "size": size, "test": test_dir}}
+    words["contacts"] = {"plan": None if contacts is None else str(contacts)}
     shares = {"name": split, "clients": clients, "alpha": alpha, "min_size": min_size}
     chosen = compiling(standing(settings, backbone, backbone_size, tune), compiled)
     configs = _configs(names, rules, meetings, split=shares, assignments=chosen, **words)
@@ -124,9 +129,11 @@ def _listed(option: str, words: str) -> list[str]:
     return names
 
 
-def _configs(names: list[str], rules: Sequence[str | None], meetings: Meetings, **words: Any) -> dict[str, RunConfig]:
+def _configs(
+    names: list[str], rules: Sequence[str | None], meetings: Meetings, assignments: list[str], **words: Any
+) -> dict[str, RunConfig]:
     """One run for every method and rule, by the name of its folder."""
-    from flyby.runs.config import make_config
+    from flyby.runs.config import concerning, make_config
     from flyby.runs.methods import METHODS
 
     orient = vars(meetings)
@@ -135,8 +142,11 @@ def _configs(names: list[str], rules: Sequence[str | None], meetings: Meetings, 
     meet = [name for name in names if METHODS[name].orient]
     if meet and rules != [None]:
         raise BadInput(f"{meet[0]} has no server, so no --fusion; leave that out, or run it by itself")
+    mine = {name: concerning(name, names, assignments) for name in names}
     return {
-        f"{name}-{rule}" if len(rules) > 1 else name: make_config(name, fusion=rule, orient=orient, **words)
+        f"{name}-{rule}" if len(rules) > 1 else name: make_config(
+            name, fusion=rule, orient=orient, assignments=mine[name], **words
+        )
         for name in names
         for rule in rules
     }

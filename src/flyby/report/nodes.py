@@ -16,6 +16,7 @@ from flyby.report.figures import Panel
 from flyby.report.read import RunData, around
 from flyby.runs.methods import METHODS, PRINTED
 from flyby.runs.paired import Paired, mean_error
+from flyby.runs.population import evenly
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +29,11 @@ WORSE = PALETTE[1]
 
 def sections_of(run: RunData) -> list[dict[str, Any]]:
     """The sections of a run whose nodes met, from what its folder says of each of them; none of any other run."""
-    return _careful(run, lambda: sections(run.nodes, _variant(run), int(run.result["rounds"]))) if run.nodes else []
+    return (
+        _careful(run, lambda: sections(evenly(run.nodes), _variant(run), int(run.result["rounds"])))
+        if run.nodes
+        else []
+    )
 
 
 def _variant(run: RunData) -> str:

@@ -19,7 +19,7 @@ from flyby.drawing import clean
 from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.names import natural
-from flyby.report import figures, nodes, page, sites, trajectories
+from flyby.report import contacts, figures, nodes, page, sites, trajectories
 from flyby.report.read import RunData
 from flyby.report.sections import pictures
 from flyby.runs.folder import Run
@@ -82,6 +82,7 @@ def _sections(runs: list[RunData]) -> list[Section]:
     met, extras = any(run.met for run in runs), list(_extras(runs))
     found: list[Section] = [
         ("results", "Results", nodes.summary(runs) + _results(runs) + _accuracy_bars(runs), False),
+        ("hours", "Accuracy against hours", contacts.over_hours(runs), False),
         *(one for one in extras if not one[3] and met),
         ("holdings", "Who holds what", sites.holdings(runs), met),
         ("classes", "Accuracy by class", sites.classes(runs), met),

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from flyby.contacts.schedule import ContactSettings
 from flyby.data.dataset import DataBundle, Dataset, channel_statistics
 from flyby.data.settings import DataSettings
 from flyby.data.splits import SplitSettings
@@ -68,11 +69,12 @@ class ModelSettings(Grown):
     )
 
 
-class RunConfig(BaseModel):
+class RunConfig(Grown):
     """One run, as asked for. Sections that depend on the method (objective, train, views, fusion) hold only what was
     set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    later = frozenset({"contacts"})
 
     method: str = "fedavg"
     seed: int = 0
@@ -96,6 +98,7 @@ class RunConfig(BaseModel):
     server_seed: int | None = Field(None, ge=0, description="what the server draws by, where not by the run's seed")
     locals: bool = Field(True, description="also judge each site's own model on the common test set")
     attack: AttackSettings = AttackSettings()
+    contacts: ContactSettings = ContactSettings()
     admission: Literal["none", "default", "validated"] = Field(
         "none", description="the gate before the server, without or with held-out images"
     )
@@ -118,6 +121,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "split": SplitSettings,
     "model": ModelSettings,
     "attack": AttackSettings,
+    "contacts": ContactSettings,
 }
 TOP = ("codec", "counts", "epsilon", "proxy", "server_seed", "locals", "admission", "judge")
 
@@ -159,6 +163,13 @@ def make_config(
     typed = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}
     rest = {name: values[name] for name in ("objective", "train", "views", "fusion", "orient")}
     return build(RunConfig, {"method": method, "seed": seed, "fusion_name": fusion, **typed, **rest, **top}, "run")
+
+
+def concerning(method: str, methods: Iterable[str], assignments: Iterable[str]) -> list[str]:
+    """Of what was asked for several methods at once, what concerns this one: how nodes orient means nothing to a method
+    with a server beside them."""
+    others = not METHODS[method].orient and any(METHODS[name].orient for name in methods)
+    return [text for text in assignments if not (others and text.strip().startswith("orient."))]
 
 
 def _place(key: str, fields: dict[str, set[str]]) -> tuple[str, str]:

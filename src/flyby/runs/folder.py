@@ -26,8 +26,9 @@ from flyby.settings import build
 class Result(BaseModel):
     """What one run found: ``result.json``. ``accuracy`` is on the common test images, so many as ``test_images`` (FOL:
     the mean of the nodes' own), ``per_client`` on each participant's own, ``accuracy_common`` the mean of the nodes' on
-    the common images weighted as their own classes, ``teacher_accuracy`` what a distilled model's teacher has; what a
-    run has no figure for is not in the file."""
+    the common images weighted as their own classes, ``teacher_accuracy`` what a distilled model's teacher has,
+    ``by_hour`` each node's accuracy over the hours of a contact plan; what a run has no figure for is not in the
+    file."""
 
     model_config = ConfigDict(extra="forbid")
     schema_version: Literal[1] = 1
@@ -58,6 +59,8 @@ class Result(BaseModel):
     attack_success: float | None = None
     local_per_client: dict[str, float] | None = None
     by_round: dict[str, dict[str, Any]] | None = None
+    by_hour: dict[str, list[tuple[float, float]]] | None = None
+    contacts: dict[str, Any] | None = None
     rounds: int | None = None
     buffer: int | None = None
     top: int | None = None
@@ -133,6 +136,11 @@ class Run:
         self.ledger = self.path / "ledger.json"
         self.extra = self.path / "extra.json"
         self.schedule = self.path / "schedule.json"
+        self.plan = self.path / "plan.csv"
+        self.journal = self.path / "journal.jsonl"
+        self.hours = self.path / "hours.csv"
+        self.crossed = self.path / "crossed"
+        self.memory = self.path / "memory"
         self.report = self.path / "report.html"
         self.events = self.path / "tensorboard"
         self.parcels = self.path / "parcels"

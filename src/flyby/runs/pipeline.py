@@ -35,13 +35,16 @@ from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
 from flyby.runs.attacks import assault, met, success
 from flyby.runs.config import Plan, RunConfig, data_of, plan
+from flyby.runs.crossing import Road
+from flyby.runs.encounters import Encounters
 from flyby.runs.folder import Result, Run
 from flyby.runs.judge import Judge
 from flyby.runs.methods import METHODS
-from flyby.runs.population import Population, by_round, common_means, plan_fleet
+from flyby.runs.population import Population, by_round, common_means, evenly, plan_fleet
 from flyby.runs.progress import Progress
 from flyby.runs.server import SERVER, entrance, held_out, proxy_of
 from flyby.runs.site import jobs_of
+from flyby.runs.stations import Passes, road_of
 from flyby.training.loop import Row
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class Opened:
     proxy: Dataset | None
     engine: str
     device: str
+    road: Road | None = None
     marks: list[tuple[str, float]] = field(default_factory=lambda: [("", time.perf_counter())])
 
     def mark(self, stage: str) -> None:
@@ -130,18 +134,22 @@ def open_run(config: RunConfig, folder: Run, options: Options) -> Opened:
     for name in split.shares:
         check_name(name)
     resolved = plans[0].recipe.model_dump(mode="json")
-    population = None
+    population, road = None, None
     if settings is not None:
-        population = Population.of(config, settings, bundle, split)
+        meet = Encounters if config.contacts.plan else Population
+        population = meet.of(config, settings, bundle, split)
         population.device, population.keep = device, options.keep
         recipes = [one.recipe.model_dump(mode="json") for one in plans]
         resolved = {"recipes": recipes, "orient": settings.model_dump(mode="json")}
+    else:
+        road = road_of(config, list(split.shares), plans[0].fusion)
     folder.begin(config, resolved, split)
-    if population is not None:
-        population.schedule.save(folder.schedule)
+    for planned in (population, road):
+        if planned is not None:
+            planned.begin(folder)
     bundle.tell()
     marks = [("", started)]
-    opened = Opened(config, folder, options, bundle, split, plans, population, proxy, engine, device, marks)
+    opened = Opened(config, folder, options, bundle, split, plans, population, proxy, engine, device, road, marks)
     opened.mark("load")
     return opened
 
@@ -186,9 +194,12 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
     config, bundle, split, run, device = opened.config, opened.bundle, opened.split, opened.run, opened.device
     rule, sent = opened.plans[0].fusion, Inbox(uploads.sent)
     let_in, ledger, found, predictor = sent, Ledger(), dict[str, Any](), None
+    passes = opened.road and Passes.of(opened.road, dict(zip(split.shares, uploads.sent, strict=True)), run)
     if rule is not None:
+        came = list(passes.files.values()) if passes else uploads.sent
         clean = part_of(held_out(bundle, split)) if config.admission == "validated" else None
-        let_in, ledger, found = entrance(rule, config.admission, sent, uploads.sent, uploads.liars, clean, device)
+        reached = Inbox(came) if passes else sent
+        let_in, ledger, found = entrance(rule, config.admission, reached, came, uploads.liars, clean, device)
     ledger.save(run.ledger)
     server = Server(opened.proxy, config.seed if config.server_seed is None else config.server_seed, device, run.server)
     if rule is not None:
@@ -211,6 +222,8 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
     alike = judge.consistency(honest, start, uploads.jobs[0].folder / "consistency.json")
     found |= {} if alike is None else {"consistency": alike}
     found |= snapshots(opened, uploads, judge, server)
+    if passes and rule is not None and predictor is not None:
+        found |= passes.over_time(rule, server, judge, predictor, run)
     if predictor is not None and config.attack.kind == "backdoor":
         found["attack_success"] = success(predictor, judge.test, config.attack, device)
     opened.mark("evaluate")
@@ -244,7 +257,7 @@ def orient_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], 
         "accuracy": sum(own.values()) / len(own),
         "per_client": own,
         "local_per_client": {name: one["local"] for name, one in facts.items()},
-        "by_round": {name: by_round(one) for name, one in facts.items()},
+        "by_round": {name: by_round(one) for name, one in evenly(facts).items()},
         **common_means(facts),
         **met(facts, population.met(), uploads.liars),
         "per_class": per_class(facts, opened.split.class_names),
@@ -255,6 +268,8 @@ def orient_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], 
         "bytes_up": population.ledger.total_bytes,
         "bytes_down": 0,
     }
+    if isinstance(population, Encounters):
+        found |= population.findings(facts, opened.run)
     if config.attack.kind == "backdoor":
         rates = [one["fooled"] for one in facts.values() if one.get("fooled") is not None]
         found["attack_success"] = statistics.fmean(rates)

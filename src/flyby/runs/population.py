@@ -7,6 +7,7 @@ disk and is skipped by ``--resume``.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -28,7 +29,7 @@ from flyby.machine import as_a_site
 from flyby.meeting.candidate import Candidate
 from flyby.meeting.collect import Schedule, make_schedule, record_round
 from flyby.meeting.pipeline import History, Personal, orient
-from flyby.meeting.settings import FleetSettings, stage_defaults
+from flyby.meeting.settings import VARIANTS, FleetSettings, stage_defaults
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Parcel
@@ -36,6 +37,7 @@ from flyby.runs.attacks import success
 from flyby.runs.config import Plan, RunConfig, plan
 from flyby.runs.folder import Run
 from flyby.runs.judge import Common, series
+from flyby.runs.memory import Memory
 from flyby.runs.methods import METHODS
 from flyby.settings import build
 
@@ -68,6 +70,12 @@ class Node:
     versions: list[Parcel]
     kept: list[Candidate] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    memory: Memory | None = None
+
+    def remember(self) -> None:
+        """So that this round is not done again."""
+        if self.memory is not None:
+            self.memory.note(len(self.versions) - 1, self.versions[-1], self.kept, self.facts["rounds"])
 
 
 @dataclass
@@ -79,17 +87,19 @@ class Population:
     bundle: DataBundle
     split: Split
     judged: list[str]
-    schedule: Schedule
+    schedule: Schedule = field(default_factory=lambda: Schedule((), ()))
     device: str = "cpu"
     keep: bool = True
     ledger: Ledger = field(default_factory=Ledger)
 
     @classmethod
     def of(cls, config: RunConfig, settings: FleetSettings, bundle: DataBundle, split: Split) -> Population:
-        judged = evaluated(settings.eval_nodes, {name: len(share.train) for name, share in split.shares.items()})
-        _check_parts(split, judged)
         schedule = the_schedule(settings, list(split.shares), config.seed)
-        return cls(config, settings, bundle, split, judged, schedule)
+        return cls(config, settings, bundle, split, judged_of(settings, split), schedule)
+
+    def begin(self, run: Run) -> None:
+        """Write down who will meet whom."""
+        self.schedule.save(run.schedule)
 
     @property
     def variant(self) -> str:
@@ -115,27 +125,41 @@ class Population:
         sizes = {name: (path.stat().st_size, file_digest(path)) for name, path in paths.items()}
         for e in range(1, self.settings.rounds + 1):
             record_round(self.ledger, self.schedule, e, sizes)
+        rounds = range(1, self.settings.rounds + 1)
+        inboxes = {name: [[paths[s] for s in self.schedule.senders(name, e)] for e in rounds] for name in self.judged}
+        return self.apart(paths, inboxes, run, engine)
+
+    def apart(
+        self, paths: Mapping[str, Path], inboxes: Mapping[str, Sequence[Sequence[Path]]], run: Run, engine: Engine
+    ) -> dict[str, dict[str, Any]]:
+        """The judged nodes, each through the rounds that its inboxes make, as many at once as the engine can."""
         finished = {name: read_json(run.node(name)) for name in self.judged if run.node(name).exists()}
         todo = [name for name in self.judged if name not in finished]
         largest_first = sorted(todo, key=lambda name: -len(self.split.shares[name].train))
-        sent = tuple(paths.items())
-        seal = digest([file_digest(run.config), self.split.hash, file_digest(run.schedule)])
-        turns = [Turn(name, run.path.resolve(), seal, self.device, self.keep, sent) for name in largest_first]
+        seal = digest([file_digest(run.config), self.split.hash])
+        where = run.path.resolve(), seal, self.device, self.keep
+        turns = [
+            Turn(name, *where, paths[name], tuple(tuple(inbox) for inbox in inboxes[name])) for name in largest_first
+        ]
         for turn, facts in engine.spread(take, turns, self.device):
             finished[turn.name] = facts
             _say(turn.name, facts)
         return {name: finished[name] for name in self.judged}
 
-    def alone(self, name: str, paths: Mapping[str, Path], run: Run) -> dict[str, Any]:
+    def alone(self, name: str, own: Path, inboxes: Sequence[Sequence[Path]], run: Run) -> dict[str, Any]:
         """One node through all its rounds, from pretrained models."""
-        node = self.start(name, parcel.read(paths[name]))
-        for e in range(1, self.settings.rounds + 1):
-            made = self.round(node, [parcel.read(paths[s]) for s in self.schedule.senders(name, e)], e, judged=True)
-        return self.finish(node, name, made, run)
+        node, made = self.start(name, parcel.read(own), run), None
+        for number in range(len(node.versions), len(inboxes) + 1):
+            made = self.round(node, [parcel.read(path) for path in inboxes[number - 1]], number, judged=True)
+            if number < len(inboxes):
+                node.remember()
+        facts = self.finish(node, name, made, run)
+        shutil.rmtree(run.memory / name, ignore_errors=True)
+        return facts
 
     def together(self, paths: Mapping[str, Path], run: Run) -> dict[str, dict[str, Any]]:
         """All nodes, round by round: what is sent in one is what the round before it made."""
-        nodes = {name: self.start(name, parcel.read(path)) for name, path in paths.items()}
+        nodes = {name: self.start(name, parcel.read(path), run) for name, path in paths.items()}
         finished: dict[str, dict[str, Any]] = {}
         for e in range(1, self.settings.rounds + 1):
             sent = {name: node.versions[-1] for name, node in nodes.items()}
@@ -148,14 +172,19 @@ class Population:
                     _say(name, finished[name])
         return {name: finished[name] for name in self.judged}
 
-    def start(self, name: str, own: Parcel) -> Node:
+    def start(self, name: str, own: Parcel, run: Run) -> Node:
+        """A node before its first round; where nodes meet by a plan, after as many as it remembers."""
         site, manifest = site_of(self.bundle, self.split, name), own.manifest
         local = Single([manifest.spec], manifest.class_names, [own.network()])
         counts = {"train": len(site.train), "val": len(site.val), "test": len(site.test)}
         facts: dict[str, Any] = {"model": manifest.spec.name, **counts, "rounds": []}
         if name in self.judged:
             facts |= {"local": self.own_test(local, site), **self.on_common({"local": local}, name)}
-        return Node(site, [own], facts=facts)
+        if not self.config.contacts.plan:
+            return Node(site, [own], facts=facts)
+        memory = Memory.at(run.memory / name, own, digest([self.split.hash, name]))
+        facts["rounds"] = memory.rounds
+        return Node(site, memory.versions(own), memory.kept(self.device), facts, memory)
 
     def round(self, node: Node, inbox: Sequence[Parcel], number: int, judged: bool) -> Personal:
         """One round of one node: its new model and the peers it keeps are in it afterwards."""
@@ -189,23 +218,41 @@ class Population:
         seen = {id(m): self.common.figures(m, self.split.counts[name], self.device) for m in models.values()}
         return {"common": {"images": len(self.common), **{who: seen[id(m)] for who, m in models.items()}}}
 
-    def finish(self, node: Node, name: str, made: Personal, run: Run) -> dict[str, Any]:
-        """Judge a node's last model, and write down what was measured of it."""
-        scores, labels = scores_of(made.predictor, node.site.test.images, self.device), node.site.test.labels
+    def finish(self, node: Node, name: str, made: Personal | None, run: Run) -> dict[str, Any]:
+        """Judge a node's last model, and write down what was measured of it. One that ``made`` nothing, since it met
+        too few, keeps its own."""
+        manifest = node.versions[-1].manifest
+        predictor: Predictor = Single([manifest.spec], manifest.class_names, [node.versions[-1].network()])
+        predictor = predictor if made is None else made.predictor
+        scores, labels = scores_of(predictor, node.site.test.images, self.device), node.site.test.labels
         classes, answer = len(node.site.class_names), accuracy(scores, labels)
         right = torch.bincount(labels[scores.argmax(1) == labels], minlength=classes)
         node.facts |= {"answer": answer, "right": right.tolist()}
         node.facts |= {"seen": torch.bincount(labels, minlength=classes).tolist()}
         if self.common is not None:
-            who = "teacher" if made.predictor is made.teacher else "student"
-            node.facts["answer_common"] = node.facts["rounds"][-1]["common"][who].get("accuracy")
+            node.facts["answer_common"] = answers(node.facts, VARIANTS[self.variant].teacher)[-1]
         if self.config.attack.kind == "backdoor":
-            node.facts["fooled"] = success(made.predictor, node.site.test, self.config.attack, self.device)
+            node.facts["fooled"] = success(predictor, node.site.test, self.config.attack, self.device)
         if self.keep:
             card = {"method": self.variant, "node": name, "own-test accuracy": answer}
-            save_predictor(made.predictor, run.personal / name, card, export=False)
+            save_predictor(predictor, run.personal / name, card, export=False)
         write_json(run.node(name), node.facts)
         return node.facts
+
+
+def judged_of(settings: FleetSettings, split: Split) -> list[str]:
+    """The nodes that are measured, all known to have what it takes."""
+    judged = evaluated(settings.eval_nodes, {name: len(share.train) for name, share in split.shares.items()})
+    _check_parts(split, judged)
+    return judged
+
+
+def answers(facts: dict[str, Any], teacher: bool) -> list[float | None]:
+    """What a node answers on the common images (where there are none: on its own): alone, and after each round."""
+    who, found = "teacher" if teacher else "student", list[float | None]()
+    for one, name in [(facts, "local"), *((one, who) for one in facts["rounds"])]:
+        found.append(one["common"][name].get("accuracy") if "common" in one else one[name])
+    return found
 
 
 def evaluated(wanted: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
@@ -261,6 +308,25 @@ def the_schedule(settings: FleetSettings, names: list[str], seed: int) -> Schedu
     return schedule
 
 
+def padded(facts: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """A node's facts with so many rounds: one that met too few for all of them stands still after its last."""
+    done = list(facts["rounds"])
+    if not done:
+        common = facts.get("common")
+        before = dict.fromkeys(("student", "teacher"), facts["local"])
+        before |= {"common": {**common, "student": common["local"], "teacher": common["local"]}} if common else {}
+    else:
+        before = {key: done[-1][key] for key in ("student", "teacher", "common") if key in done[-1]}
+    idle = {**before, "candidates": [], "log": ["too few models came for this round"], "seconds": {}}
+    return {**facts, "rounds": done + [{"round": e, **idle} for e in range(len(done) + 1, rounds + 1)]}
+
+
+def evenly(facts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The nodes' facts as if all had as many rounds as the busiest, and at least one."""
+    most = max([1, *(len(one["rounds"]) for one in facts.values())])
+    return {name: padded(one, most) for name, one in facts.items()}
+
+
 def by_round(facts: dict[str, Any]) -> dict[str, Any]:
     """A node's accuracies: alone, and after every round its student's and its teacher's; on its own test images, and on
     the common ones where there are some; with the numbers of images they stand on."""
@@ -293,14 +359,15 @@ def _say(name: str, facts: dict[str, Any]) -> None:
 @dataclass(frozen=True)
 class Turn:
     """All rounds of one node, in words that another process understands: the run's folder says the rest. ``seal`` is of
-    what it says, so that a folder that was made anew is read anew; ``sent`` are the models that travel."""
+    what it says, so that a folder that was made anew is read anew; ``inboxes`` are the models that come, by round."""
 
     name: str
     folder: Path
     seal: str
     device: str
     keep: bool
-    sent: tuple[tuple[str, Path], ...]
+    own: Path
+    inboxes: tuple[tuple[Path, ...], ...]
 
     def __str__(self) -> str:
         return self.name
@@ -310,7 +377,7 @@ def take(turn: Turn) -> dict[str, Any]:
     """Do a node's turn, in any process: the bytes are the same."""
     with as_a_site(turn.device):
         population = _opened(turn.folder, turn.seal, turn.device, turn.keep)
-        return population.alone(turn.name, dict(turn.sent), Run(turn.folder))
+        return population.alone(turn.name, turn.own, turn.inboxes, Run(turn.folder))
 
 
 @lru_cache(maxsize=1)
@@ -320,5 +387,5 @@ def _opened(folder: Path, seal: str, device: str, keep: bool) -> Population:
     asked = run.asked()
     settings = build(FleetSettings, asked.pop("resolved")["orient"], "orient")
     config, split = build(RunConfig, asked, str(run.config)), split_at(run.split)
-    schedule, everybody = Schedule.load(run.schedule), list(split.shares)
-    return Population(config, settings, bundle_of(config.data), split, everybody, schedule, device, keep)
+    everybody = list(split.shares)
+    return Population(config, settings, bundle_of(config.data), split, everybody, device=device, keep=keep)

@@ -22,7 +22,7 @@ from flyby.files import digest, write_text
 from flyby.fusion import FUSIONS
 from flyby.machine import hardware, pick_device, versions
 from flyby.objectives import OBJECTIVES
-from flyby.runs.config import RunConfig, make_config, rule_of
+from flyby.runs.config import RunConfig, concerning, make_config, rule_of
 from flyby.runs.folder import Run
 from flyby.runs.methods import METHODS
 from flyby.runs.pipeline import Options, run
@@ -67,7 +67,7 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             name, _, settings = rule.partition(":")
             chosen = [
                 *drawn,
-                *study.settings,
+                *concerning(method, study.methods, study.settings),
                 *(v.strip() for v in variant.split(";") if v),
                 *(f"fusion.{s}" for s in settings.split(",") if s),
                 *threats(attack, admission),
@@ -268,6 +268,8 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "diverged",
         "attack_success",
         "by_round",
+        "by_hour",
+        "contacts",
     )
     own, alone = result.get("per_client"), result.get("local_accuracy")
     threat: dict[str, Any] = {

@@ -14,6 +14,7 @@ from flyby.files import write_text
 from flyby.runs.methods import METHODS
 from flyby.study.catalogue import Study, published
 from flyby.study.grid import Cell, cells, read_rows, settled
+from flyby.study.hour_tables import by_plan, hour_tables
 from flyby.study.orient_tables import meets, node_tables
 
 Row = dict[str, Any]
@@ -52,7 +53,9 @@ def render(study: Study, place: Path, figures: list[Row] | None = None) -> str:
         data, model, clients, split, epochs = group
         lines += [f"## {data}: {model}, {clients} clients, `{split}` split, {epochs} epochs", ""]
         printed = [f for f in figures if f["data"] == data]
-        if any(any(threat) for threat in threats.values()):
+        if all(by_plan(row) for row in mine):
+            lines += [*hour_tables(mine, {key: clients for key, (clients, _) in wanted.items()}), ""]
+        elif any(any(threat) for threat in threats.values()):
             lines += [*under_attack(mine, wanted, threats), ""]
         elif all("by_round" in row for row in mine) and any(meets(row) for row in mine):
             # Published figures are of classes shared out at random; a map is another setting.
