@@ -189,6 +189,17 @@ def test_cross_validation_is_that_of_the_hat_matrix(digits: Images) -> None:
         assert scores[place] == pytest.approx(rss / 300 / (1 - float(hat.trace()) / 300) ** 2, rel=1e-6)
 
 
+def test_fewer_images_than_features_choose_the_lambda_of_exact_sums(digits: Images) -> None:
+    """All is explained there at a small lambda, and what rounding leaves of the difference is no sign that it is
+    good."""
+    rows = np.arange(0, 12)
+    exact = sums_of(digits.network, digits.site("a", rows), Choice(least=1))
+    assert exact.width > len(rows)
+    rounded = dataclasses.replace(exact, first=exact.first.float().double(), second=exact.second.float().double())
+    scores = [cross_validated(Centred.of(one)) for one in (exact, rounded)]
+    assert scores[0].index(min(scores[0])) == scores[1].index(min(scores[1])) > 4
+
+
 def test_even_is_ridge_on_features_of_spread_one_for_every_split(digits: Images) -> None:
     x = digits.features()
     spread = x.std(0, correction=0).clamp_min(1e-3 * float(x.var(0, correction=0).mean()) ** 0.5)

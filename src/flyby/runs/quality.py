@@ -85,7 +85,8 @@ def look(item: Parcel, site: Site, device: str) -> Seen:
     if not len(site.val):
         return Seen(train, None, None, None, test)
     held, chances = _judged(predictor, site.val, site.class_names, device)
-    return Seen(train, held, chances, temperature_of(chances, site.val.labels), test)
+    raw = predictor.raw_chances(scores_of(predictor, site.val.images, device).double())
+    return Seen(train, held, chances, temperature_of(raw, site.val.labels), test)
 
 
 def _judged(predictor: Predictor, part: Part, names: Sequence[str], device: str) -> tuple[Quality, Tensor]:
@@ -117,8 +118,8 @@ def tempered(predictor: Predictor, manifests: Sequence[Manifest], rule: Fusion) 
     """The predictor with the sites' fused temperature, where they measured theirs by this very rule."""
     with contextlib.suppress(BadInput):
         if rule_for(m.method for m in manifests) == rule.name:
-            found = fused_temperature(manifests)
-            predictor.temperature = 1.0 if found is None else float(f"{found:.6g}")
+            if (found := fused_temperature(manifests)) is not None:
+                predictor.temperature = float(f"{found:.6g}")
     return predictor
 
 
