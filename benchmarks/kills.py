@@ -107,7 +107,9 @@ CASES = {
         "--eval-nodes",
         "0,1",
     ),
-    "train": Case(lambda _, out: ["train", *SMALL, "--method", "aurora", "--out", str(out)], output="me.parcel"),
+    "train": Case(
+        lambda _, out: ["train", *SMALL, "--method", "aurora", "--force", "--out", str(out)], output="me.parcel"
+    ),
     "fuse": Case(
         lambda uploads, out: [
             "fuse",

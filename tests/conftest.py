@@ -20,6 +20,7 @@ os.environ["FLYBY_CACHE"] = tempfile.mkdtemp(prefix="flyby-tests-")
 atexit.register(shutil.rmtree, os.environ["FLYBY_CACHE"], ignore_errors=True)
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime tells its maker of every session otherwise
 torch.set_num_threads(1)  # one order of sums: the same bytes everywhere
 settings.register_profile(
     "flyby",

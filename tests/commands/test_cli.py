@@ -319,11 +319,11 @@ BAD_DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing path": (lambda f: f / "nowhere", "does not exist"),
     "near name": (lambda f: Path("digit"), "did you mean 'digits'"),
     "empty folder": (empty_folder, "is empty"),
-    "one class folder": (lambda f: make_tree(f / "tree", make_images(4), [0] * 4, ("cat",)), "1 class"),
+    "one class folder": (lambda f: make_tree(f / "tree", make_images(20), [0] * 20, ("cat",)), "one class"),
     "class folders without images": (lambda f: make_tree(f / "tree", [], [], ("cat", "dog")), "hold no images"),
     "one class only": (
         lambda f: make_npz(f / "a.npz", images=make_images(20), labels=np.zeros(20, np.int64)),
-        "1 class",
+        "one class",
     ),
     "one class present": (
         lambda f: make_npz(
@@ -494,7 +494,9 @@ def test_evaluate_and_predict_refuse_what_does_not_fit(shelf: Path, tmp_path: Pa
     assert "is not a parcel" in one_line(call("evaluate", shelf / "note.txt", "--data", data))
     assert "does not exist" in one_line(call("evaluate", shelf / "run", "--data", tmp_path / "nowhere"))
     assert "--size 8" in one_line(call("evaluate", shelf / "run", "--data", data, "--size", 16))
-    assert "10" in one_line(call("evaluate", shelf / "run", "--data", "digits"))
+    assert "classes that the model does not know: 0 (36 images)" in one_line(
+        call("evaluate", shelf / "run", "--data", "digits")
+    )
     assert "cannot be decoded" in one_line(call("predict", shelf / "run", shelf / "note.txt"))
     assert "no image file" in one_line(call("predict", shelf / "run", tmp_path / "none.png"))
     assert "no model.json" in one_line(call("predict", tmp_path, shelf / "image.png"))

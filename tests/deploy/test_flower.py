@@ -727,7 +727,7 @@ def test_up_gives_what_run_gives_and_leaves_nothing(tmp_path: Path) -> None:
 
 @needs_flower
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_up_that_is_stopped_takes_everything_down(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,9 +92,8 @@ def test_a_population_run(tmp_path: Path, data: Path) -> None:
         "Pruning",
         "Meetings",
     ]
-    assert sections[0]["table"]["columns"][-4:] == ["FOL E=1", "FOL E=2", "FOL-A E=1", "FOL-A E=2"]
+    assert sections[0]["table"]["columns"][-4:] == ["FOL E=1 %", "FOL E=2 %", "FOL-A E=1 %", "FOL-A E=2 %"]
     page = (out / "report.html").read_text()
-    assert 'id="s-extra-0"' in page
     assert 'aria-label="Node by node"' in page, "the slope chart"
     ids = re.findall(r' id="([^"]+)"', page)
     assert len(ids) == len(set(ids)), "two charts of one run do not share names"
@@ -320,5 +319,5 @@ def test_digits_fol_a_beats_fol_beats_local_and_adapting_pays(tmp_path: Path) ->
         for name, table in tables.items()
     }
     fol = means["fol"]
-    assert fol["FOL-A E=1"] >= fol["FOL E=1"] >= fol["local"] > 0.75
-    assert fol["FOL E=1"] > means["fol-n"]["FOL-N E=1"]
+    assert float(fol["FOL-A E=1 %"]) >= float(fol["FOL E=1 %"]) >= float(fol["local %"]) > 75
+    assert float(fol["FOL E=1 %"]) > float(means["fol-n"]["FOL-N E=1 %"])

@@ -183,7 +183,7 @@ def test_published_figures_have_what_a_table_needs() -> None:
         ("title: [", "is not YAML"),
         ("- fedavg", "must hold a mapping"),
         (b"title: \xff", "is not YAML"),
-        ("title: T\nmetods: [fedavg]", r"bad.yaml.methods = .* will not do"),
+        ("title: T\nmetods: [fedavg]", "bad.yaml does not say its methods"),
         ("title: T\nmethods: [fedavg]\nalpha: 1", "unknown bad.yaml setting 'alpha'; did you mean 'alphas'"),
         ("title: T\nmethods: fedavg", "bad.yaml.methods = 'fedavg' will not do"),
         ("title: T\nmethods: [fedavg]\nseeds: [one]", "bad.yaml.seeds.0 = 'one'"),

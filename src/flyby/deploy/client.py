@@ -57,8 +57,10 @@ def _trained(asked: Round, node: NodeSettings, work: Path) -> bytes:
 
     out = work / f"{node.site}.parcel"
     key = read_private(node.key) if node.key else None
-    manner = Manner(device=node.device, key=key)
-    train_parcel(asked.config(node.data, assignments(node.settings)), out, node.site, manner)
+    config = asked.config(node.data, assignments(node.settings))
+    if config.split.val is None:  # nobody looks at a node's figures, so that it learns from all its images
+        config = config.model_copy(update={"split": config.split.model_copy(update={"val": 0.0})})
+    train_parcel(config, out, node.site, Manner(device=node.device, key=key))
     size = out.stat().st_size
     if size > asked.max_bytes:
         raise BadInput(

@@ -36,7 +36,8 @@ def pixels(path):  # a tile in the numbers that the model was trained on, height
 """
 RUN = """\
 # python run.py IMAGE...   needs numpy, pillow and onnxruntime: pip install numpy pillow onnxruntime
-import json, pathlib, sys
+import json, os, pathlib, sys
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime reports to its maker otherwise
 import numpy as np, onnxruntime{imports}
 
 here = pathlib.Path(__file__).parent

@@ -82,7 +82,7 @@ def summary(runs: Sequence[RunData]) -> str:
 def _lines(facts: NodeFacts, variant: str) -> dict[tuple[str, tuple[float, ...]], list[float] | None]:
     """(name, accuracy by node) of the local models, the students and the teachers; with that on common images."""
     student, teacher = PRINTED.get(variant, (variant, ""))
-    nodes = list(facts.values())
+    nodes = list(evenly(facts).values())
     found: dict[tuple[str, tuple[float, ...]], list[float] | None] = {}
     for name, who in (("local", "local"), (student, "student"), (teacher, "teacher")):
         if name:

@@ -34,7 +34,7 @@ from flyby.statistics.catalogue import named
 from flyby.statistics.feature_sums import NAME
 from flyby.statistics.masked_sums import masked
 from flyby.statistics.temperature import NAME as TEMPERATURE
-from flyby.training.loop import train_site
+from flyby.training.loop import check_fit, train_site
 from flyby.training.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ def train_parcel(config: RunConfig, out: Path, site_id: str, manner: Manner | No
         check_alike(recipe.spec, manner.like)
     recipe = recipe if manner.masking is None else for_masks(recipe)
     site = whole_site(bundle, site_id, HELD_OUT if config.split.val is None else config.split.val, config.seed)
+    check_fit(site, recipe)
     bundle.tell()
     notes = concerns(site)
     for line in notes:
