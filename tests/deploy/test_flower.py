@@ -257,6 +257,8 @@ def test_a_site_answers_with_the_parcel_of_flyby_train_signed_with_its_key(tmp_p
         "hospital-a",
         "--key",
         secret,
+        "--holdout",
+        0,
         "--out",
         tmp_path / "a.parcel",
         "-q",
@@ -610,7 +612,7 @@ def check_quorum_round(
     assert result["seconds"]["collect"] < 2 * asked.seconds
     assert digits.test is not None
     assert judged(folder / "quorum", digits.test, "cpu") > 0.85
-    for site, data in halves.items():  # the very file that flyby train would have written
+    for site, data in halves.items():  # the very file that flyby train --holdout 0 would have written
         done(
             "train",
             "--data",
@@ -623,6 +625,8 @@ def check_quorum_round(
             3,
             "--site",
             site,
+            "--holdout",
+            0,
             "--out",
             folder / f"{site}.parcel",
             "-q",
