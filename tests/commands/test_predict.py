@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from factories import NAMES, call, done, make_images, make_npz, one_line, small_spec, stripes
+from factories import NAMES, call, done, make_images, make_npz, make_stripes, one_line, small_spec, stripes
 from flyby.commands import predict as command
 from flyby.fusion.ensembles.standardised import StandardisedPredictor
 from flyby.fusion.predictor import Single, save_predictor
@@ -139,3 +139,27 @@ def test_export_by_command(place: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "license: mit" in card
     assert "- fusion: fedavg" in card
     assert "try it: python" in done(*words).out, "an older one is replaced"
+
+
+def test_an_upload_of_sums_answers_by_what_they_give(tmp_path: Path) -> None:
+    """Its network has learned nothing; its sums have."""
+    data = make_stripes(tmp_path / "stripes.npz")
+    done(
+        "train",
+        "--data",
+        data,
+        "--method",
+        "ridge",
+        "--model",
+        "mlp",
+        "--out",
+        tmp_path / "a.parcel",
+        "-q",
+        "--no-report",
+    )
+    images = []
+    for place, image in enumerate(stripes(6, seed=5)[0]):
+        images.append(tmp_path / f"{place}.png")
+        Image.fromarray(image[:, :, 0]).save(images[-1])
+    rows = json.loads(done("predict", tmp_path / "a.parcel", *images, "--json").out)
+    assert [row["class"] for row in rows] == ["rows", "columns", "checks"] * 2

@@ -17,6 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from flyby.data.dataset import DataBundle
+    from flyby.fusion.predictor import Predictor
     from flyby.models.cost import Limits
     from flyby.parcels.arrivals import Arrivals, Waiting
 
@@ -205,6 +206,16 @@ class WatchOptions:
         from flyby.parcels.arrivals import Waiting
 
         return Waiting.of(watch, self.deadline, self.expect, min_sites, self.poll, self.settle)
+
+
+def answering_model(model: Path, trust: Path | None, require_signed: bool, allowed: LimitOptions) -> Predictor:
+    """The model at a path, checked; an upload that only measured sums answers by what they give."""
+    from flyby.fusion import load_predictor
+    from flyby.parcels.signing import Trust
+    from flyby.runs.quality import answering
+
+    found = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
+    return answering(model, found)
 
 
 def compiling(settings: list[str] | None, compiled: str | None) -> list[str]:

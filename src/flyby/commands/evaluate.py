@@ -15,6 +15,7 @@ from flyby.commands.common import (
     NameOptions,
     RequireSigned,
     TrustFile,
+    answering_model,
     grouped,
     note,
     say,
@@ -40,18 +41,14 @@ def evaluate(
     """What a model is worth on labelled data: accuracy with its interval, each class, and how far to believe it."""
     from flyby.data.classes import fitted
     from flyby.data.sources import Reading, load
-    from flyby.fusion import load_predictor
     from flyby.fusion.card import check_open, noted
     from flyby.fusion.evaluation import evaluate_dataset
     from flyby.fusion.predictor import model_folder
     from flyby.machine import pick_device
-    from flyby.parcels.signing import Trust
-    from flyby.runs.quality import answering
 
     if card:
         check_open(model)
-    predictor = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
-    predictor = answering(model, predictor, pick_device(device))
+    predictor = answering_model(model, trust, require_signed, allowed)
     bundle = load(data, size=size or predictor.size, reading=Reading(channels=predictor.channels), holdout=None)
     bundle = naming.renamed(bundle)
     judged, named = fitted(bundle.test or bundle.train, predictor.class_names, data, skip=naming.skip_unknown)

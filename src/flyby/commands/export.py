@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Json, Licence, LimitOptions, ModelFolder, RequireSigned, TrustFile, grouped, say
+from flyby.commands.common import (
+    Json,
+    Licence,
+    LimitOptions,
+    ModelFolder,
+    RequireSigned,
+    TrustFile,
+    answering_model,
+    grouped,
+    say,
+)
 
 
 @grouped
@@ -25,12 +35,11 @@ def export(
     from flyby.deploy.onnx import check_free, export_folder
     from flyby.files import sole_writer
     from flyby.fusion.card import check_licence
-    from flyby.fusion.predictor import card_in, load_predictor
-    from flyby.parcels.signing import Trust
+    from flyby.fusion.predictor import card_in
 
     named = {} if licence is None else {"license": check_licence(licence)}
     check_free(out)
-    predictor = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
+    predictor = answering_model(model, trust, require_signed, allowed)
     with sole_writer(out):
         files = export_folder(predictor, out, card_in(model) | named)
     size = sum((out / name).stat().st_size for name in files)

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyby.commands.common import Device, Json, LimitOptions, ModelFolder, RequireSigned, TrustFile, grouped, note, say
+from flyby.commands.common import (
+    Device,
+    Json,
+    LimitOptions,
+    ModelFolder,
+    RequireSigned,
+    TrustFile,
+    answering_model,
+    grouped,
+    note,
+    say,
+)
 from flyby.errors import BadInput
 
 if TYPE_CHECKING:
@@ -37,11 +48,9 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Say what is in some images. A file that cannot be read is named at the end; the others are answered."""
-    from flyby.fusion import load_predictor
     from flyby.machine import pick_device
-    from flyby.parcels.signing import Trust
 
-    predictor = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
+    predictor = answering_model(model, trust, require_signed, allowed)
     rows = list(_rows(predictor, images, pick_device(device), top, every))
     bad = [row for row in rows if "error" in row]
     if len(bad) == len(rows):

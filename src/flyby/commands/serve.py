@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Device, LimitOptions, ModelFolder, RequireSigned, TrustFile, grouped, note
+from flyby.commands.common import (
+    Device,
+    LimitOptions,
+    ModelFolder,
+    RequireSigned,
+    TrustFile,
+    answering_model,
+    grouped,
+    note,
+)
 
 
 @grouped
@@ -26,11 +35,10 @@ def serve(
     from contextlib import suppress
 
     from flyby.deploy.serve import HERE, Served, Server
-    from flyby.fusion.predictor import card_in, load_predictor
+    from flyby.fusion.predictor import card_in
     from flyby.machine import pick_device
-    from flyby.parcels.signing import Trust
 
-    predictor = load_predictor(model, Trust.load(trust) if trust else None, require_signed, allowed.limits)
+    predictor = answering_model(model, trust, require_signed, allowed)
     name = model.resolve().stem if model.is_file() else model.resolve().name
     served = Served(predictor, name, card_in(model), pick_device(device))
     with Server(served, host, port) as server, suppress(KeyboardInterrupt):
