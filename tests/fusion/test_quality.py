@@ -15,6 +15,7 @@ from factories import random_parcel, small_spec
 from flyby.fusion.predictor import Ensemble, Single, load_predictor, save_predictor
 from flyby.fusion.quality import by_class, calibration_error, matrix, quality_of, ranked_auc, summary, wilson
 from flyby.rng import generator
+from flyby.runs.quality import believed
 from flyby.statistics.temperature import FEWEST, LEAST, MOST, fused_temperature, temperature_of, told
 
 
@@ -182,3 +183,15 @@ def test_a_predictor_s_temperature_changes_no_answer_and_survives_the_disk(tmp_p
             save_predictor(Single([spec], names, networks[:1]), f"{tmp_path}/one", export=False) / "model.json"
         ).read_text()
     )
+
+
+def test_a_temperature_that_makes_right_confidence_too_modest_is_not_sent() -> None:
+    """Shares .6, .4 and nearly 0, and right in 60 of 100: a tenth of the truth in the third place asks for a large T,
+    at which the answers would say 34 %."""
+    raw = torch.tensor([[0.6, 0.4, 1e-12]], dtype=torch.float64).expand(200, 3)
+    for third, sent in ((20, False), (0, True)):
+        labels = torch.tensor([0] * 120 + [1] * (80 - third) + [2] * third)
+        names = ("a", "b", "c")
+        found = believed(raw, labels, names, quality_of(raw, labels, names))
+        assert (temperature_of(raw, labels) or 0) > (5 if third else 0.5)
+        assert (found is not None) is sent

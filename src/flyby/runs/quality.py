@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 FEW = 20  # training images of a class below which little can be learned, and less be known
 LOOKED = 2000  # training images that are enough to know the accuracy on all of them
+WORSE = 0.05  # by how much a temperature may make the calibration error on held-out images larger
 SHORT = 8  # bytes by which an image is known on this machine
 
 
@@ -86,7 +87,17 @@ def look(item: Parcel, site: Site, device: str) -> Seen:
         return Seen(train, None, None, None, test)
     held, chances = _judged(predictor, site.val, site.class_names, device)
     raw = predictor.raw_chances(scores_of(predictor, site.val.images, device).double())
-    return Seen(train, held, chances, temperature_of(raw, site.val.labels), test)
+    return Seen(train, held, chances, believed(raw, site.val.labels, site.class_names, held), test)
+
+
+def believed(raw: Tensor, labels: Tensor, names: Sequence[str], held: Quality) -> float | None:
+    """The temperature, unless the answers would then be less as sure as they are right: shares of experts can be almost
+    0, which the log-loss that it is fitted by fears more than anything."""
+    found = temperature_of(raw, labels)
+    if found is None:
+        return None
+    then = quality_of((raw.clamp_min(1e-12).log() / found).softmax(1), labels, names)
+    return found if then.calibration_error <= held.calibration_error + WORSE else None
 
 
 def _judged(predictor: Predictor, part: Part, names: Sequence[str], device: str) -> tuple[Quality, Tensor]:
