@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -86,39 +88,43 @@ def seen(network: EfficientNetLite, images: Tensor, side: int, mirrored: bool, d
 def widened(x: Tensor, random: int) -> Tensor:
     if not random:
         return x
-    rows = random_rows(random, x.shape[1], 7).to(x)
-    return torch.cat((x, (x @ rows.T).relu()), 1)
+    # In float64: layers differ in size, and what float32 rounds off the large ones the fit takes for a feature.
+    rows = random_rows(random, x.shape[1], 7).to(x.device).double()
+    return torch.cat((x.double(), (x.double() @ rows.T).relu()), 1)
 
 
 def judged(x: list[Tensor], labels: list[Tensor]) -> dict[str, object]:
     """The held-out accuracy at the best lambda, and the test accuracy of the fit on all training images there."""
     held = torch.arange(len(x[0]), device=x[0].device) % 5 == 0
-    # Every feature to a spread of 1: sums tell it, so it stays a closed form of them.
-    spread = x[0][~held].std(0).clamp_min(1e-6)
-    x = [part / spread for part in x]
-    mean = x[0][~held].mean(0)
-    x = [part - mean for part in x]
     classes = int(labels[0].max()) + 1
-    best = max(
-        (accuracy(x[0][~held], labels[0][~held], x[0][held], labels[0][held], lam, classes), lam) for lam in LAMBDAS
-    )
-    return {
-        **{"features": x[0].shape[1], "lambda": best[1], "held_out": best[0]},
-        "test": accuracy(x[0], labels[0], x[1], labels[1], best[1], classes),
-    }
+    tried = accuracies(x[0][~held], labels[0][~held], x[0][held], labels[0][held], LAMBDAS, classes)
+    best = max(zip(tried, LAMBDAS, strict=True))
+    (test,) = accuracies(x[0], labels[0], x[1], labels[1], best[1:], classes)
+    return {"features": x[0].shape[1], "lambda": best[1], "held_out": best[0], "test": test}
 
 
-def accuracy(x: Tensor, y: Tensor, judge: Tensor, answers: Tensor, lam: float, classes: int) -> float:
-    second = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
-    first = torch.zeros(x.shape[1], classes, dtype=torch.float64, device=x.device)
+def accuracies(
+    x: Tensor, y: Tensor, judge: Tensor, answers: Tensor, lambdas: Sequence[float], classes: int
+) -> list[float]:
+    """Of ridge at each lambda. Every feature to a spread of 1, but those that hardly differ from image to image: sums
+    tell it, so it stays a closed form of them."""
+    width = x.shape[1]
+    second = torch.zeros(width, width, dtype=torch.float64, device=x.device)
+    first = torch.zeros(width, classes, dtype=torch.float64, device=x.device)
+    mean, spread = x.double().mean(0), x.std(0).double()
+    spread[spread < 1e-3 * spread.median()] = math.inf
     for rows, own in zip(torch.split(x, 8192), torch.split(y, 8192), strict=True):
-        second += rows.double().T @ rows.double()
-        first += rows.double().T @ F.one_hot(own, classes).double()
-    second.diagonal().add_(lam * float(second.diagonal().mean()))
-    share = torch.bincount(y, minlength=classes).double() / len(y)
-    weights = torch.linalg.solve(second, first)
-    told = torch.cat([part.double() @ weights for part in torch.split(judge, 8192)]) + share
-    return float((told.argmax(1) == answers).double().mean())
+        even = (rows.double() - mean) / spread
+        second += even.T @ even
+        first += even.T @ F.one_hot(own, classes).double()
+    share, unit, found = torch.bincount(y, minlength=classes).double() / len(y), second.diagonal().mean(), []
+    for lam in lambdas:
+        gram = second.clone()
+        gram.diagonal().add_(lam * unit)
+        weights = torch.cholesky_solve(first, torch.linalg.cholesky(gram)) / spread[:, None]
+        told = torch.cat([(part.double() - mean) @ weights for part in torch.split(judge, 8192)]) + share
+        found.append(float((told.argmax(1) == answers).double().mean()))
+    return found
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from flyby.statistics.catalogue import computed, named
 from flyby.study.catalogue import Study
 from flyby.study.grid import cells
 from flyby.study.orient_tables import node_tables
+from flyby.study.tables import render
 
 
 def row(
@@ -188,3 +191,24 @@ def test_large_images_get_the_stem_for_them(tmp_path: Any, size: int, asked: lis
     path = make_npz(tmp_path / "data.npz", images=np.zeros((12, size, size, 3), np.uint8), labels=np.arange(12) % 2)
     config = make_config("fedavg", data={"name": str(path)}, model="resnet18", assignments=asked)
     assert plan(config, config.data.load()).recipe.spec.stem == stem
+
+
+def test_a_semicolon_in_brackets_belongs_to_the_value() -> None:
+    variant = "model.looks=mirrored;objective.send=[feature-sums:dtype=float64;least=1];fusion.even=true"
+    study = Study(title="t", methods=["ridge"], settings=["model.backbone=efficientnet-lite0"], variants=[variant])
+    (cell,) = cells(study)
+    assert cell.config.objective["send"] == ["feature-sums:dtype=float64;least=1"]
+    assert cell.config.fusion["even"] is True
+
+
+def test_published_figures_stand_beside_splits_by_alpha_only(tmp_path: Path) -> None:
+    study = Study(title="t", data=["cifar10"], methods=["fafi"], splits=["dirichlet", "iid"])
+    facts = {"model": "m", "epochs": 1, "clients": 5, "data": "cifar10", "method": "fafi", "accuracy": 0.5}
+    facts |= {"alpha": 0.1, "seed": 0, "seconds": 1.0, "timings": {"train": 1.0}, "trained": 5}
+    facts |= {"hardware": "h", "fusion": "own"}
+    rows = [{**facts, "key": cell.key, "split": cell.config.split.name} for cell in cells(study)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figure = {"data": "cifar10", "alpha": 0.1, "method": "FAFI", "value": 76.1, "source": "T", "caveat": "c"}
+    by_alpha, even = render(study, tmp_path / "t.jsonl", [figure]).split("`iid` split")
+    assert "76.10" in by_alpha
+    assert "76.10" not in even

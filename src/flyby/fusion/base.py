@@ -20,6 +20,7 @@ from flyby.fusion.alignment import aligned
 from flyby.fusion.predictor import Predictor
 from flyby.machine import as_a_site
 from flyby.models import ModelSpec
+from flyby.parcels.codecs import finite
 from flyby.parcels.inbox import Inbox
 from flyby.registry import Registry
 
@@ -85,7 +86,7 @@ class Fusion(ABC):
         with as_a_site(str(server.device)) if self.draws else nullcontext():
             predictor = self.combine(parcels, server)
         for name, tensor in predictor.state_dict().items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            if not finite(tensor):
                 raise BadInput(
                     f"{self.name} made a model whose {name} is not finite, so it is not kept; one of the parcels must"
                     " be at fault: leave out those you do not trust, or judge them with --validation"

@@ -52,7 +52,7 @@ class Looks:
             found = features_of(network, images).cpu()
         else:
             pieces, look = (
-                torch.split(images, at_once(network.spec, BATCH)),
+                torch.split(images, at_once(network.spec, BATCH, device)),
                 network.shown if shown else network.features,
             )
             found = torch.cat([look(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
@@ -77,7 +77,7 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
     one at a time, each over all images of a piece; what they said is then combined, batch by batch. ``name`` is the
     digest of the images, for a set that many predictors are asked about."""
     predictor = predictor.eval().to(device)
-    batch = min(at_once(spec, BATCH) for spec in dict.fromkeys(predictor.specs))
+    batch = min(at_once(spec, BATCH, device) for spec in dict.fromkeys(predictor.specs))
     if type(predictor).combine is Predictor.combine:  # it has a ``forward`` of its own, and nothing to share
         return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, batch)])
     scores, step = [], _piece(predictor)

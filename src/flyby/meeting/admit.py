@@ -21,6 +21,7 @@ from flyby.meeting.candidate import Candidate, by_spec
 from flyby.meeting.settings import OrientSettings
 from flyby.meeting.stack import Stack
 from flyby.meeting.tuning import stack_logits
+from flyby.parcels.codecs import finite
 from flyby.parcels.gate import Gate
 from flyby.parcels.parcel import Parcel
 from flyby.parcels.plausible import judge
@@ -90,7 +91,7 @@ def _check_manifest(item: Parcel, site: Site) -> None:
             f" {site.size[0]}x{site.size[1]}x{site.channels} of {site.pixels}"
         )
     for name, tensor in item.weights.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not finite(tensor):
             raise BadInput(f"its weights are not finite ({name})")
 
 
@@ -99,7 +100,7 @@ def _check_runs(candidate: Candidate, site: Site) -> None:
     out: Tensor = candidate.network()(candidate.spec.prepare(site.train.images[:PROBE]))
     if tuple(out.shape) != (min(PROBE, len(site.train)), len(site.class_names)):
         raise BadInput(f"it answers with shape {tuple(out.shape)}")
-    if not bool(torch.isfinite(out).all()):
+    if not finite(out):
         raise BadInput("it answers with numbers that are not finite")
 
 

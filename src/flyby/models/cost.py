@@ -26,6 +26,7 @@ from flyby.models.spec import ModelSpec
 from flyby.models.tune import frozen_numbers
 
 ROOM = 576 << 20  # bytes that a batch may take inside a network that answers: 512 images of 32x32 in a ResNet
+GPU_ROOM = 6 << 30
 FLOAT = 4
 
 
@@ -99,10 +100,12 @@ def shape_through(module: nn.Module, spec: ModelSpec) -> tuple[int, ...]:
         return tuple(module(image).shape[1:])
 
 
-def at_once(spec: ModelSpec, most: int) -> int:
-    """How many images, of ``most``, a network answers in one batch so that what it holds of them fits in ``ROOM``."""
+def at_once(spec: ModelSpec, most: int, device: torch.device | str = "cpu") -> int:
+    """How many images, of ``most``, a network answers in one batch so that what it holds of them fits in ``ROOM``; a
+    GPU has more room, and waits for its next batch longer than it works on a small one."""
+    room = ROOM if torch.device(device).type == "cpu" else GPU_ROOM
     try:
-        return max(1, min(most, ROOM // cost_of(spec).live))
+        return max(1, min(most, room // cost_of(spec).live))
     except BadInput:  # nobody knows; a stranger's network of this kind was refused before
         return most
 

@@ -23,7 +23,7 @@ from flyby.models.tune import Tuned
 log = logging.getLogger(__name__)
 
 # Images that a backbone is given together: a CPU is as fast with few, and few are not many to fill up a piece with.
-PIECE, MANY = 16, 256
+PIECE, MANY = 16, 512
 MOST = 4 << 30  # bytes that are held of one set of images; where it would be more, they are looked at every time
 
 
@@ -34,9 +34,9 @@ def features_of(network: Network, images: Tensor, label: str = "") -> Tensor:
     device = next(network.parameters()).device
     pooled = pooled_of(network, images, label)
     if pooled is None:
-        pieces = torch.split(images, at_once(network.spec, 512))
+        pieces = torch.split(images, at_once(network.spec, 512, device))
         return torch.cat([network.features(network.prepare(piece.to(device))).float() for piece in pieces])
-    size = at_once(network.spec, 512) if isinstance(network.backbone, Tuned) else max(1, len(pooled))
+    size = at_once(network.spec, 512, device) if isinstance(network.backbone, Tuned) else max(1, len(pooled))
     return torch.cat([beyond(network, piece.to(device)) for piece in torch.split(pooled, size)])
 
 
@@ -53,7 +53,7 @@ def shown_of(network: Network, images: Tensor) -> Tensor:
     if not network.head.shift:
         return features_of(network, images)
     device = next(network.parameters()).device
-    pieces = torch.split(images, at_once(network.spec, 512))
+    pieces = torch.split(images, at_once(network.spec, 512, device))
     return torch.cat([network.shown(network.prepare(piece.to(device))).float() for piece in pieces])
 
 
@@ -81,7 +81,7 @@ def pooled_of(network: Network, images: Tensor, label: str = "") -> Tensor | Non
         seen: Tensor = frozen(network.prepare(piece.to(device)))
         return seen.cpu()
 
-    piece = at_once(network.spec, PIECE if device.type == "cpu" else MANY)
+    piece = at_once(network.spec, PIECE if device.type == "cpu" else MANY, device)
     return rows_of(family, images, look, shape, piece, label)
 
 

@@ -64,6 +64,14 @@ MAX_EXTENT = 1 << 48
 MAX_VALUES = 1 << 18
 
 
+def finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity: its least and its largest number tell, a tenth of isfinite's time."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    least, largest = tensor.aminmax()
+    return bool(least.isfinite() & largest.isfinite())
+
+
 class Codec(Protocol):
     """Turns one tensor into stored tensors and back. ``layout`` says what is stored for a tensor, from its shape and
     dtype alone, so that a reader can check a file's sizes before it reads a single value. ``encode`` takes a contiguous
@@ -89,7 +97,7 @@ class Cast:
         if not tensor.is_floating_point():
             return {name: tensor}
         stored = tensor.to(self.dtype)
-        if not bool(torch.isfinite(stored).all()):
+        if not finite(stored):
             kind = str(self.dtype).removeprefix("torch.")
             largest, limit = float(tensor.abs().max()), torch.finfo(self.dtype).max
             raise BadInput(

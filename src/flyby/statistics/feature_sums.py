@@ -243,7 +243,7 @@ def sums_of(network: Network, site: Site, choice: Choice, norm: float | None = N
     second = torch.zeros(width, width, dtype=torch.float64, device=device)
     network.eval()
     pooled = pooled_of(network, site.train.images, site.id)  # of a frozen backbone, perhaps known from another run
-    for rows in torch.split(kept, at_once(network.spec, 512) if pooled is None else 512):
+    for rows in torch.split(kept, at_once(network.spec, 512, device) if pooled is None else 512):
         if pooled is None:
             images = site.train.images[rows.to(site.train.images.device)].to(device)
             features = network.features(network.spec.prepare(images))

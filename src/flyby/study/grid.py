@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from flyby.settings import build
 from flyby.study.catalogue import Study
 
 log = logging.getLogger(__name__)
+BETWEEN = re.compile(r";(?![^\[]*\])")  # the settings of a variant; what stands in brackets is one value
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             chosen = [
                 *drawn,
                 *concerning(method, study.methods, study.settings),
-                *(v.strip() for v in variant.split(";") if v),
+                *(v.strip() for v in BETWEEN.split(variant) if v),
                 *(f"fusion.{s}" for s in settings.split(",") if s),
                 *threats(attack, admission),
             ]

@@ -52,14 +52,14 @@ def render(study: Study, place: Path, figures: list[Row] | None = None) -> str:
         mine = [row for row in rows if _group(row) == group]
         data, model, clients, split, epochs = group
         lines += [f"## {data}: {model}, {clients} clients, `{split}` split, {epochs} epochs", ""]
-        printed = [f for f in figures if f["data"] == data]
+        # Published figures are of classes shared out at random by alpha; anything else is another setting.
+        printed = [f for f in figures if f["data"] == data and SplitSettings(name=split).uses_alpha]
         if all(by_plan(row) for row in mine):
             lines += [*hour_tables(mine, {key: clients for key, (clients, _) in wanted.items()}), ""]
         elif any(any(threat) for threat in threats.values()):
             lines += [*under_attack(mine, wanted, threats), ""]
         elif all("by_round" in row for row in mine) and any(meets(row) for row in mine):
-            # Published figures are of classes shared out at random; a map is another setting.
-            lines += [*node_tables(mine, printed if SplitSettings(name=split).uses_alpha else []), ""]
+            lines += [*node_tables(mine, printed), ""]
         else:
             fit = [f for f in printed if "node" not in f and f.get("clients", clients) == clients]
             lines += [*_table(mine, wanted, fit), ""]
