@@ -84,3 +84,10 @@ def test_parcels_may_be_revised_on_their_way(paths: list[Path]) -> None:
 def test_nothing_is_refused() -> None:
     with pytest.raises(BadInput, match="no parcels"):
         Inbox([])
+
+
+def test_some_senders_are_read_once_however_often_they_are_asked_for(paths: list[Path], reads: list[str]) -> None:
+    box = Inbox(paths)
+    assert [item.manifest.sender for item in box.of({"site-10", "site-1"})] == ["site-1", "site-10"]
+    assert [item.manifest.sender for item in box.of(["site-2", "site-1"])] == ["site-1", "site-2"]
+    assert reads == ["2.parcel", "0.parcel", "1.parcel"]

@@ -4,7 +4,7 @@ them over the union of all names (``flyby.fusion.alignment``)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -60,6 +60,11 @@ class Inbox:
         if self._keeps:
             self._kept[place] = item
         return item
+
+    def of(self, senders: Collection[str]) -> Inbox:
+        """Only what these senders sent; where files are kept at all, none is read a second time for it."""
+        places = [place for place, manifest in enumerate(self.manifests) if manifest.sender in senders]
+        return Inbox(self.read(place) if self._keeps else self.sources[place] for place in places)
 
     def networks(self) -> list[Network] | Shelf:
         """All networks, for ensembles that let their members speak one at a time: those that together are too large

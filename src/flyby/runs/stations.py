@@ -71,12 +71,12 @@ class Passes:
         files = {site: outbox.file(site, came[site]["codec"]) for site in there}
         return cls(road, journal, files, {site: came[site]["at"] for site in there})
 
-    def moments(self) -> list[tuple[float, list[Path]]]:
+    def moments(self) -> list[tuple[float, list[str]]]:
         """The hours at which the server fuses, with all that has come by then: where nothing new came, it does not."""
-        every, found = self.road.settings.every, list[tuple[float, list[Path]]]()
+        every, found = self.road.settings.every, list[tuple[float, list[str]]]()
         steps = {site: max(1, math.ceil(at / HOUR / every)) for site, at in self.at.items()}
         for step in sorted(set(steps.values())):
-            there = [self.files[site] for site in self.files if steps[site] <= step]
+            there = [site for site in self.files if steps[site] <= step]
             found.append((min(step * every, self.road.plan.hours), there))
         return found
 
@@ -84,10 +84,11 @@ class Passes:
         """Accuracy against hours: each site's own model, and from the first fusion on the server's newest, weighted as
         the site's classes. ``last`` is made of all that came."""
         sites, fused, found = list(judge.split.shares), list[dict[str, Any]](), dict[str, list[tuple[float, float]]]()
+        came = Inbox(self.files.values())
         for hour, there in self.moments():
             try:
                 whole = len(there) == len(self.files)
-                made = last if whole else rule.fuse(Inbox(there), Server(server.proxy, server.seed, server.device))
+                made = last if whole else rule.fuse(came.of(there), Server(server.proxy, server.seed, server.device))
             except BadInput as error:  # some rules need more than one or two
                 log.info("hour %g: %d uploads do not fuse (%s)", hour, len(there), error)
                 continue
