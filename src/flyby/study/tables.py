@@ -164,7 +164,8 @@ def _with_missing(table: Table, shown: Shown) -> Table:
     if not lost:
         return table
     blank = f" ({MISSING}: none of its seeds)" if any(e.text == MISSING for line in table.lines for e in line) else ""
-    told = f"{lost} of {len(shown.grid)} cells have no row yet{blank}; `{shown.now.command}` runs them."
+    verb, them = ("has", "it") if lost == 1 else ("have", "them")
+    told = f"{lost} of {len(shown.grid)} cells {verb} no row yet{blank}; `{shown.now.command}` runs {them}."
     return replace(table, below=[*table.below, told])
 
 
@@ -183,7 +184,9 @@ def _table(shown: Shown, figures: list[Row]) -> Table:
     for label in dict.fromkeys((f["method"], f["source"], f.get("caveat", "")) for f in printed):
         method, source, caveat = label
         values = {f["alpha"]: f["value"] for f in printed if (f["method"], f["source"], f.get("caveat", "")) == label}
-        told = {"method": method, "source": source, "caveat": caveat}
+        # What the paper's own model, sites, split and epochs were, its caveat says.
+        told = {"method": method, "source": source, **dict.fromkeys(("model", "clients", "split", "epochs"))}
+        told |= {"caveat": caveat}
         lines.append(
             [
                 Entry(method, published=True),
