@@ -82,9 +82,9 @@ def study(
     if pairs:
         from flyby.study.pairs import pairs as compared
 
-        found = compared(now, against)
-        written += write_sheet(found, rows.with_suffix(".pairs"), asked)
-        shown = ["", markdown(found).rstrip("\n")]
+        differences = compared(now, against)
+        written += write_sheet(differences, rows.with_suffix(".pairs"), asked)
+        shown = ["", markdown(differences).rstrip("\n")]
     if figure:
         from flyby.study.charts import write_charts
 

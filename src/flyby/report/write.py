@@ -16,7 +16,6 @@ from typing import Any
 
 from flyby.data.splits import SplitSettings
 from flyby.drawing import clean
-from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.names import natural
 from flyby.report import contacts, figures, nodes, page, sites, trajectories

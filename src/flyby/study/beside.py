@@ -93,6 +93,6 @@ def _verdict(runs: list[RunData], paired: bool) -> list[str]:
         return [*told, "The last column pairs nodes: mean, its standard error, p of a sign-flip test."]
     return [
         *told,
-        "A run folder holds no answers per image, so that only these means can be compared; on the same test images"
-        " the interval of a difference is narrower than both intervals together.",
+        "A run folder holds no answers per image, so that only these means can be compared, and no difference has an"
+        " interval of its own.",
     ]

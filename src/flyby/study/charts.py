@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from flyby.drawing import NARROW, PALETTE, Drawing, canvas, clean, place_axes, room, wide
+from flyby.drawing import ACCENT, INK, NARROW, PALETTE, QUIET, Drawing, canvas, clean, place_axes, room, wide
 from flyby.errors import BadInput
 from flyby.files import write_bytes, write_text
-from flyby.report.figures import run_bars
 from flyby.study.grid import Standing
 from flyby.study.tables import Group, Shown, grouped
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 FEW = 7  # lines that one panel can tell apart by colour; of more, every method has a panel of its own
 Point = tuple[float, float | None]  # mean and standard deviation, in per cent
 Curves = Mapping[str, Mapping[float, Point]]  # by the name of a line, and by alpha
+
+
 @dataclass(frozen=True)
 class Chart:
     """One figure: how its file is called, what it says, and its points by method and rule."""
@@ -42,15 +43,14 @@ class Chart:
         """The drawing and what it is called with."""
         names = _names([*self.lines])
         if len(self.alphas) == 1:
-            points = [next(iter(line.values())) for line in self.lines.values()]
-            spans = [None if std is None else (max(0.0, mean - std), min(100.0, mean + std)) for mean, std in points]
-            return run_bars, (names, [mean for mean, _ in points], spans)
+            return bars, (names, [next(iter(line.values())) for line in self.lines.values()], self.title)
         if len(names) <= FEW:
-            return against_alpha, ({self.title: dict(zip(names, self.lines.values(), strict=True))}, self.alphas)
+            panel = dict(zip(names, self.lines.values(), strict=True))
+            return against_alpha, ({"": panel}, self.alphas, self.title)
         panels: dict[str, dict[str, Mapping[float, Point]]] = defaultdict(dict)
         for (method, rule), line in self.lines.items():
             panels[method][rule] = line
-        return against_alpha, (panels, self.alphas)
+        return against_alpha, (panels, self.alphas, self.title)
 
     @property
     def spoken(self) -> str:
@@ -120,8 +120,39 @@ def _names(lines: list[tuple[str, str]]) -> list[str]:
     return [rule if len(methods) == 1 and len(rules) == len(lines) else f"{method} / {rule}" for method, rule in lines]
 
 
+def _short(name: str, most: int) -> str:
+    """A long name without its middle: rules differ in their last settings."""
+    text = clean(name)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - most + most // 2 + 1 :]}"
+
+
 @Drawing
-def against_alpha(panels: Mapping[str, Curves], alphas: Sequence[float]) -> Figure:
+def bars(names: Sequence[str], points: Sequence[Point], title: str) -> Figure:
+    """A bar per method and rule with its number and, of several runs, their standard deviation; the best is in the
+    accent colour."""
+    labels = [_short(name, 48 if wide() > NARROW else 18) for name in names]
+    left, tall, head = room(labels), 24 * len(labels), 30
+    figure = canvas(head + tall + 30)
+    figure.text(8 / wide(), 1 - 18 / (72 * figure.get_figheight()), clean(title, int(wide() / 7)))
+    axes = place_axes(figure, left, head, wide() - left - 60, tall)
+    best = f"{max(mean for mean, _ in points):.1f}"
+    for row, (mean, std) in enumerate(points):
+        mine = f"{mean:.1f}" == best
+        axes.barh(row, mean, height=0.62, color=ACCENT if mine else QUIET)
+        if std is not None:
+            axes.plot((mean - std, mean + std), (row, row), color=INK, linewidth=1.2, marker="|", markersize=6)
+        where: dict[str, Any] = {"va": "center", "weight": "bold" if mine else "normal"}
+        axes.annotate(f"{mean:.1f}", (mean + (std or 0.0), row), (6, 0), "data", "offset points", **where)
+    axes.set_yticks(range(len(labels)), labels, color=INK)
+    axes.set(xlim=(0, 100), ylim=(len(labels) - 0.5, -0.5))
+    axes.set_xticks(range(0, 101, 20), [f"{tick} %" for tick in range(0, 101, 20)])
+    axes.grid(axis="x")
+    axes.spines["bottom"].set_visible(False)
+    return figure
+
+
+@Drawing
+def against_alpha(panels: Mapping[str, Curves], alphas: Sequence[float], title: str) -> Figure:
     """Panels of accuracy against alpha, one under another where there is little room. Alphas stand at even steps; one
     name has one colour in all panels."""
     from matplotlib.lines import Line2D
@@ -131,23 +162,24 @@ def against_alpha(panels: Mapping[str, Curves], alphas: Sequence[float]) -> Figu
         name: {"color": PALETTE[i % len(PALETTE)], "linestyle": ("-", "--", ":")[i // len(PALETTE) % 3]}
         for i, name in enumerate(names)
     }
-    labels = [clean(name, 44) for name in names]
+    labels = [_short(name, 44) for name in names]
     per_row = max(1, int((wide() - 40) // (room(labels) + 40)))
     foot = 22 * math.ceil(len(names) / per_row) + 8
     across = min(3, len(panels)) if wide() > NARROW else 1
-    gap, tall, height = 52, 310, 240
+    gap, head, tall, height = 52, 24, 310, 240
     each = (wide() - 6 - gap * across) / across
-    figure = canvas(tall * math.ceil(len(panels) / across) + foot)
+    figure = canvas(head + tall * math.ceil(len(panels) / across) + foot)
+    figure.text(8 / wide(), 1 - 16 / (72 * figure.get_figheight()), clean(title, int(wide() / 7)))
     points = [point for curves in panels.values() for line in curves.values() for point in line.values()]
     ends = [mean + side * (std or 0.0) for mean, std in points for side in (-1, 1)]
     low, high = max(0, 10 * math.floor(min(ends) / 10)), min(100, 10 * math.ceil(max(ends) / 10))
-    for place, (title, curves) in enumerate(panels.items()):
+    for place, (name_of, curves) in enumerate(panels.items()):
         row, column = divmod(place, across)
-        axes = place_axes(figure, (gap + each) * column + gap - 8, tall * row + 30, each, height)
+        axes = place_axes(figure, (gap + each) * column + gap - 8, head + tall * row + 30, each, height)
         for name, line in curves.items():
             _curve(axes, line, alphas, looks[name])
         axes.set(ylim=(low, high + 1), xlim=(-0.2, len(alphas) - 0.8))
-        axes.set_title(clean(title, 90 if across == 1 else 40))
+        axes.set_title(clean(name_of, 40))
         axes.set_xlabel("alpha")
         axes.set_xticks(range(len(alphas)), [f"{alpha:g}" for alpha in alphas])
         axes.set_ylabel("accuracy, %" if column == 0 else "", labelpad=2)

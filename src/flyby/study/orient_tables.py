@@ -63,7 +63,9 @@ def _by_node(rows: list[Row], nodes: list[str], figures: list[Row]) -> Table:
         every = [v for values in per_node for v in values]
         mean = Entry(f"{100 * fmean(every):.2f}", facts={"method": name, **_mean_facts(every, "own")})
         printed = [f for f in figures if f["method"] == name]
-        lines.append([Entry(name), *each, mean, _printed(name, printed, " / ".join(f"{f['value']:.2f}" for f in printed))])
+        lines.append(
+            [Entry(name), *each, mean, _printed(name, printed, " / ".join(f"{f['value']:.2f}" for f in printed))]
+        )
     seconds = ", ".join(f"{row['method']} {row['seconds']:.0f} s" for row in rows if row["seed"] == seeds[0])
     words = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     below = [f"Own-test accuracy in %, {words}; {seconds} ({rows[0]['hardware']})."]

@@ -95,7 +95,7 @@ class Duel:
         """The sign test: how likely a score as uneven is if above and below were tosses of a coin; level ones say
         nothing. 2 sum_{k >= max} C(n, k) / 2^n, at the most 1."""
         n, most = self.above + self.below, max(self.above, self.below)
-        return min(1.0, 2 * sum(math.comb(n, k) for k in range(most, n + 1)) / 2**n)
+        return min(1.0, sum(math.comb(n, k) for k in range(most, n + 1)) / float(2 ** (n - 1))) if n else 1.0
 
 
 def lines_of(now: Standing) -> dict[str, Line]:
@@ -219,9 +219,9 @@ def _duels(lines: dict[str, Line], base: str) -> list[Table]:
         body.append([Entry(name), *numbers, Entry(f"{mean:+.2f}", facts=told)])
     heads = [f"against {base}", "settings", "above", "below", "level", "p", "mean difference"]
     below = [
-        "A setting is one split: data, sites, alpha and seed (and attack). p is of a two-sided sign test, in which level"
-        " ones are left out; settings of one seed share images, so it is rather too small, and nothing is corrected for"
-        " many comparisons."
+        "A setting is one split: data, sites, alpha and seed (and attack). p is of a two-sided sign test, in which"
+        " level ones are left out; settings of one seed share images, so it is rather too small, and nothing is"
+        " corrected for many comparisons."
     ]
     tables = [Table(heads, "l" + "r" * 6, body, below=below)]
     if 2 < len(lines) <= MATRIX:

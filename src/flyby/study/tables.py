@@ -96,7 +96,7 @@ def grouped(now: Standing) -> tuple[dict[Group, list[Cell]], list[Cell]]:
             for more in (("both", cell.config.method, cell.variant), ("method", cell.config.method), ("any",)):
                 alike[*place(cell), *more].add(_group(row))
     found: dict[Group, list[Cell]] = defaultdict(list)
-    homeless = []
+    homeless: list[Cell] = []
     for cell in now.cells:
         if row := now.rows.get(cell.key):
             found[_group(row)].append(cell)

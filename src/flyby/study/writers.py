@@ -90,16 +90,16 @@ def _latex_table(table: Table, caption: str, label: str) -> list[str]:
         marks = ",".join(str(notes.index(one) + 1) for one in entry.remarks)
         text = "--" if entry.text == MISSING else tex(entry.text)
         text = rf"\textit{{{text}}}" if entry.published and text else text
-        return text + (f"$^{{{marks}}}$" if marks else "")
+        return text + (f"$^{{[{marks}]}}$" if marks else "")
 
-    body, before = [], False
+    body, before = list[str](), False
     for line in table.lines:
         now = any(entry.published for entry in line)
         body += [r"\midrule"] if now and not before and body else []
         body.append(" & ".join(map(shown, line)) + r" \\")
         before = now
     told = [tex(one) for one in ([table.lead] if table.lead else []) + [*table.below]]
-    told += [f"$^{{{i}}}$ {tex(note)}" for i, note in enumerate(notes, 1)]
+    told += [f"$^{{[{i}]}}$ {tex(note)}" for i, note in enumerate(notes, 1)]
     foot = [r"\smallskip", r"\parbox{\linewidth}{\footnotesize " + r" \par ".join(told) + "}"] if told else []
     return [
         *(r"\begin{table}[htbp]", r"\centering", rf"\caption{{{tex(caption)}}}", rf"\label{{{label}}}", r"\small"),
@@ -134,7 +134,7 @@ def _html_table(table: Table, label: str) -> str:
     side = [' class="n"' if one == "r" else "" for one in table.align]
 
     def shown(place: int, entry: Entry) -> str:
-        marks = "".join(f"<sup>{notes.index(one) + 1}</sup>" for one in entry.remarks)
+        marks = "".join(f"<sup>[{notes.index(one) + 1}]</sup>" for one in entry.remarks)
         kind, scope = ("th", ' scope="row"') if place == 0 else ("td", "")
         text = f'<span class="none">{page.text(entry.text)}</span>' if entry.text == MISSING else page.text(entry.text)
         return f"<{kind}{scope}{side[place]}>{text}{marks}</{kind}>"
