@@ -533,7 +533,7 @@ def test_rows_of_other_settings_enter_no_mean(tmp_path: Path) -> None:
     written(tmp_path / "tiny.jsonl", *invented(other, lambda _: 0.9))
     with pytest.raises(BadInput, match="holds 6 rows, none of them of the study as it stands"):
         render(study, tmp_path / "tiny.jsonl", [])
-    with pytest.raises(BadInput, match="holds no rows yet; run flyby study absent.yaml first"):
+    with pytest.raises(BadInput, match=r"holds no rows yet; run flyby study absent\.yaml first"):
         render(study, tmp_path / "absent.jsonl", [])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from flyby.runs.methods import METHODS, PRINTED
 from flyby.runs.paired import EXACT, Paired, mean_error
-from flyby.study.sheet import Entry, Table, plain
+from flyby.study.sheet import THEIRS, Entry, Table, plain
 
 Row = dict[str, Any]
 Line = dict[tuple[int, str], Row]  # what was measured of one model, by seed and node
@@ -85,7 +85,7 @@ def _printed(name: str, figures: list[Row], text: str) -> Entry:
     """The published values of one line, in one cell."""
     if not figures:
         return Entry()
-    told = {"published": fmean(f["value"] for f in figures), "source": figures[0]["source"]}
+    told = {"published": fmean(f["value"] for f in figures), "source": figures[0]["source"], **THEIRS}
     return Entry(text, facts={"method": name, **told, "caveat": figures[0].get("caveat", "")})
 
 

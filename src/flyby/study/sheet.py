@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING = "-"
+# A paper's own model, sites, split and epochs are not those of the table it stands in: its caveat says what they were.
+THEIRS: Mapping[str, Any] = dict.fromkeys(("model", "clients", "split", "epochs"))
 
 
 @dataclass(frozen=True)

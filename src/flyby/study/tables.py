@@ -17,7 +17,7 @@ from flyby.study.catalogue import Study, published
 from flyby.study.grid import Cell, Standing, standing
 from flyby.study.hour_tables import by_plan, hour_tables
 from flyby.study.orient_tables import meets, node_tables
-from flyby.study.sheet import MISSING, Entry, Part, Sheet, Table
+from flyby.study.sheet import MISSING, THEIRS, Entry, Part, Sheet, Table
 from flyby.study.writers import markdown
 
 Row = dict[str, Any]
@@ -184,9 +184,7 @@ def _table(shown: Shown, figures: list[Row]) -> Table:
     for label in dict.fromkeys((f["method"], f["source"], f.get("caveat", "")) for f in printed):
         method, source, caveat = label
         values = {f["alpha"]: f["value"] for f in printed if (f["method"], f["source"], f.get("caveat", "")) == label}
-        # What the paper's own model, sites, split and epochs were, its caveat says.
-        told = {"method": method, "source": source, **dict.fromkeys(("model", "clients", "split", "epochs"))}
-        told |= {"caveat": caveat}
+        told = {"method": method, "source": source, "caveat": caveat, **THEIRS}
         lines.append(
             [
                 Entry(method, published=True),
