@@ -283,6 +283,8 @@ def test_pairs_of_a_study_by_hand(tmp_path: Path) -> None:
     named_base = pairs(now, "fafi/experts").parts[0].tables[0]
     assert named_base.lines[1][2].text.startswith("base: ")
     assert named_base.lines[0][2].text == "+5.00 [-58.53, +68.53] (n=2)"
+    ours = list(csv.DictReader(io.StringIO(tidy(sheet(now, tmp_path / "tiny.jsonl", [])))))
+    assert [(row["n"], row["diverged"]) for row in ours] == [("3", ""), ("3", ""), ("3", ""), ("2", "1")]
     text = tidy(made)
     assert "difference,low,high" in text.splitlines()[0]
     balanced(latex(made))

@@ -41,6 +41,7 @@ def cell_facts(values: list[float | None]) -> Row:
         "mean": statistics.fmean(good) if good else None,
         "std": statistics.stdev(good) if len(good) > 1 else None,
         "n": len(good),
+        **({"diverged": len(values) - len(good)} if len(values) > len(good) else {}),
     }
 
 
