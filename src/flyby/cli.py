@@ -18,6 +18,7 @@ from flyby.commands import contacts, flower, keys
 from flyby.commands.audit import audit
 from flyby.commands.backbones import backbones
 from flyby.commands.bench import bench
+from flyby.commands.compare import compare
 from flyby.commands.data import data
 from flyby.commands.evaluate import evaluate
 from flyby.commands.export import export
@@ -42,7 +43,7 @@ app = typer.Typer(
     help="One-shot federated learning: every participant's model crosses the wire exactly once.",
 )
 PANELS = {
-    "A whole federation on one machine": (run, report, study, bench),
+    "A whole federation on one machine": (run, report, compare, study, bench),
     "Real sites, a server, nodes that meet": (
         *(train, inspect, fuse, orient, evaluate, predict, serve, export, audit, sign),
     ),

@@ -77,7 +77,7 @@ def clean(value: object, limit: int | None = None) -> str:
 
 class Drawing(Generic[P]):
     """A function that draws, under flyby's own style (whatever the user's matplotlibrc says): as inline SVG when it is
-    called, as a figure of matplotlib, or as the bytes of a PNG."""
+    called, as a figure of matplotlib, or as the bytes of a PNG or a PDF."""
 
     def __init__(self, draw: Callable[P, Figure]) -> None:
         self.draw, self.__doc__ = draw, draw.__doc__
@@ -107,6 +107,12 @@ class Drawing(Generic[P]):
         out = io.BytesIO()
         with _styled():
             self.draw(*args, **kwargs).savefig(out, format="png", dpi=144, facecolor="white")
+        return out.getvalue()
+
+    def pdf(self, *args: P.args, **kwargs: P.kwargs) -> bytes:
+        out = io.BytesIO()
+        with _styled({"pdf.fonttype": 42}):  # letters that another program can search and change
+            self.draw(*args, **kwargs).savefig(out, format="pdf", metadata={"CreationDate": None})
         return out.getvalue()
 
 

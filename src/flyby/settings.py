@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -88,10 +90,18 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise BadInput(f"--set takes key=value, got {text!r}; for example --set train.lr=0.01")
     try:
-        value = yaml.safe_load(raw)
+        value = deepcopy(_yaml(raw))
     except yaml.YAMLError:
         raise BadInput(f"--set {key}: the value {raw!r} cannot be read; quote it") from None
     if isinstance(value, str) and value == raw.strip():  # what was quoted stays a word
         with contextlib.suppress(ValueError):
             value = float(value)  # YAML reads 1e-3 as a word
     return key.strip(), value
+
+
+@lru_cache(maxsize=4096)
+def _yaml(raw: str) -> Any:
+    """A study reads the same few values once per cell, and YAML takes its time."""
+    import yaml
+
+    return yaml.safe_load(raw)

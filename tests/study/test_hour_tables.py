@@ -6,6 +6,7 @@ from flyby.runs.config import concerning
 from flyby.study.catalogue import read_study
 from flyby.study.grid import cells
 from flyby.study.hour_tables import by_plan, hour_tables
+from flyby.study.writers import markdown_table
 
 
 def test_a_line_per_method_and_codec() -> None:
@@ -21,10 +22,11 @@ def test_a_line_per_method_and_codec() -> None:
     }
     assert by_plan(fol)
     assert not by_plan({"key": "x", "by_round": {}})
-    lines = hour_tables([fol, server], {"f": "fol, int8", "s": "aurora, int8"})
+    (table,) = hour_tables([fol, server], {"f": "fol, int8", "s": "aurora, int8"})
+    lines = markdown_table(table)
     assert "the 2 nodes" in lines[0], "c is judged by one of them only"
     assert lines[2:] == [
-        "| | n | crossed | 0 h | 1 h | 2 h | 3 h |",
+        "| method | n | crossed | 0 h | 1 h | 2 h | 3 h |",
         "|---|---:|---:|---:|---:|---:|---:|",
         "| fol, int8 | 1 | 12 | 60.0 | 60.0 | 70.0 | 70.0 |",
         "| aurora, int8 | 1 | 2 | 50.0 | 80.0 | 80.0 | 80.0 |",

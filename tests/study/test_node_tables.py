@@ -19,6 +19,11 @@ from flyby.study.catalogue import Study
 from flyby.study.grid import cells
 from flyby.study.orient_tables import node_tables
 from flyby.study.tables import render
+from flyby.study.writers import markdown_table
+
+
+def node_lines(rows: list[dict[str, Any]], figures: list[dict[str, Any]]) -> list[str]:
+    return [line for table in node_tables(rows, figures) for line in markdown_table(table)]
 
 
 def row(
@@ -35,12 +40,12 @@ def row(
 def test_a_row_is_compared_with_the_local_models_it_began_from() -> None:
     nodes = {f"n{i}": (0.5, [0.6], [0.7]) for i in range(7)}
     again = {name: (0.4, [0.6], [0.7]) for name in nodes}
-    lines = node_tables([row("fol", 0, nodes), row("fol-n", 0, again)], [])
+    lines = node_lines([row("fol", 0, nodes), row("fol-n", 0, again)], [])
     table = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if line.startswith("| FOL")}
     assert table["FOL (E=1)"].startswith("+10.00")
     assert table["FOL-N (E=1)"].startswith("+20.00")
     assert any("FOL-N, FOL-AN began from local models that were pretrained again" in line for line in lines)
-    assert not any("pretrained again" in line for line in node_tables([row("fol", 0, nodes)], []))
+    assert not any("pretrained again" in line for line in node_lines([row("fol", 0, nodes)], []))
 
 
 def test_a_node_table_by_hand() -> None:
@@ -52,7 +57,7 @@ def test_a_node_table_by_hand() -> None:
     figures = [
         {"method": "FOL (E=2)", "node": n, "value": v, "source": "Table 1"} for n, v in ((13, 96.32), (28, 95.75))
     ]
-    lines = node_tables(rows, figures)
+    lines = node_lines(rows, figures)
     assert lines[0] == "| method | a (20 images) | b (20 images) | mean | published |"
     table = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
@@ -93,7 +98,7 @@ def test_many_nodes_by_hand() -> None:
         {"method": "FOL (E=1)", "node": n, "value": v, "source": "Table 1", "caveat": "theirs."}
         for n, v in ((13, 96.0), (28, 95.0))
     ]
-    lines = node_tables([fol], figures)
+    lines = node_lines([fol], figures)
     assert lines[0].startswith("| method | own, % | own − local | p | up / down | common, % | common − local | p |")
     table = table_of(lines)
     assert table["Local"]["own, %"] == "50.00 ± 0.00"
@@ -121,7 +126,7 @@ def test_seeds_have_their_own_nodes_and_a_server_rule_stands_beside_them() -> No
             del one["teacher"]
         rows += [row("fol", seed, {}) | {"by_round": mine}]
         rows += [row("dense", seed, {}) | {"by_round": every, "fusion": "own"}]
-    lines = node_tables(rows, [])
+    lines = node_lines(rows, [])
     table = table_of(lines)
     assert list(table) == ["Local", "FOL (E=1)", "FOL-A (E=1)", "DENSE"]
     assert table["Local"]["common, %"] == "60.00 ± 0.00", "of the nodes that meet, not of the server's sites"
@@ -134,7 +139,7 @@ def test_seeds_have_their_own_nodes_and_a_server_rule_stands_beside_them() -> No
 def test_every_psi_has_a_table_and_its_own_figures() -> None:
     nodes = {"a": (0.5, [0.6], [0.8])}
     figures = [{"method": "Local", "node": 1, "value": 10 * a, "alpha": a, "source": "Table 2"} for a in (0.1, 0.5)]
-    lines = node_tables([row("fol", 0, nodes) | {"alpha": a} for a in (0.5, 0.1)], figures)
+    lines = node_lines([row("fol", 0, nodes) | {"alpha": a} for a in (0.5, 0.1)], figures)
     assert [line for line in lines if line.startswith("###")] == ["### psi = 0.5", "### psi = 0.1"]
     assert [line for line in lines if line.startswith("| Local")] == [
         "| Local | 50.00 | 50.00 | 5.00 |",
@@ -144,7 +149,7 @@ def test_every_psi_has_a_table_and_its_own_figures() -> None:
 
 def test_variants_have_tables_of_their_own() -> None:
     nodes = {"a": (0.5, [0.6], [0.8])}
-    lines = node_tables([row("fol", 0, nodes, "split.replicas=0"), row("fol", 0, nodes, "split.replicas=3")], [])
+    lines = node_lines([row("fol", 0, nodes, "split.replicas=0"), row("fol", 0, nodes, "split.replicas=3")], [])
     assert [line for line in lines if line.startswith("###")] == ["### split.replicas=0", "### split.replicas=3"]
 
 

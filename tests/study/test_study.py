@@ -28,7 +28,7 @@ from flyby.report.track import Events, write_events
 from flyby.rng import generator
 from flyby.runs.metrics import consistency, drift, inter_client_std, linear_cka, proto_consistency, proto_matrix_std
 from flyby.study.catalogue import Study, published, read_study, titles
-from flyby.study.grid import cells, former_keys, merge, missing, read_rows, run_study
+from flyby.study.grid import cells, former_keys, merge, read_rows, run_study, standing
 from flyby.study.tables import cell_text, render
 
 QUICK: dict[str, Any] = {"engine": "inline", "device": "cpu", "quiet": True}
@@ -142,7 +142,7 @@ def test_rows_of_the_first_flyby_still_count(copied: Path) -> None:
     former = {c.key: former_keys(c.config) for c in cells(tiny())}
     rows = read_rows(path)
     path.write_text("".join(json.dumps({**row, "key": former[row["key"]][i % 2]}) + "\n" for i, row in enumerate(rows)))
-    assert missing(tiny(), path) == []
+    assert standing(tiny(), path).missing == []
     assert "(n=1)" in render(tiny(), path, [])
     assert "left out" not in render(tiny(), path, [])
 
@@ -493,7 +493,7 @@ def test_a_table_by_hand_with_published_figures_beside_ours(tmp_path: Path) -> N
         ["clients' method", "server rule", "α = 0.1", "α = 0.5"],
         ["---", "---", "---:", "---:"],
         ["fafi", "fedavg", "60.00 ± 14.14 (n=2)", "25.00 ± 0.00 (n=2)"],
-        ["fafi", "experts", "60.00 ± 14.14 (n=2)", ""],
+        ["fafi", "experts", "60.00 ± 14.14 (n=2)", "-"],
         ["*Old*", "*published: A paper [1]*", "*66.50*", "*70.00*"],
         ["*Older*", "*published: B paper [2]*", "", "*60.25*"],
         ["*Plain*", "*published: C paper*", "", "*1.00*"],
@@ -502,6 +502,7 @@ def test_a_table_by_hand_with_published_figures_beside_ours(tmp_path: Path) -> N
     assert "Elsewhere" not in text
     assert "seeds 0, 1;" in text
     assert "Training one set of uploads took 10 to 17 s (an abacus)." in text
+    assert "2 of 8 cells have no row yet (-: none of its seeds); `flyby study tiny.yaml` runs them." in text
 
 
 def test_settings_that_differ_get_tables_of_their_own_and_own_rules_their_names(tmp_path: Path) -> None:
@@ -532,7 +533,7 @@ def test_rows_of_other_settings_enter_no_mean(tmp_path: Path) -> None:
     written(tmp_path / "tiny.jsonl", *invented(other, lambda _: 0.9))
     with pytest.raises(BadInput, match="holds 6 rows, none of them of the study as it stands"):
         render(study, tmp_path / "tiny.jsonl", [])
-    with pytest.raises(BadInput, match="holds no rows yet; run flyby study absent first"):
+    with pytest.raises(BadInput, match=r"holds no rows yet; run flyby study absent\.yaml first"):
         render(study, tmp_path / "absent.jsonl", [])
 
 

@@ -35,6 +35,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. train.lr=0.01 (repeatable)."),
 ]
+Formats = Annotated[
+    list[str] | None,
+    typer.Option("--format", help="markdown (the default), latex, html, csv; several with commas (repeatable)."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Compiled = Annotated[
     str | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flyby.commands.common import Device, Json, Quiet, say
+from flyby.commands.common import Device, Formats, Json, Quiet, say
 from flyby.errors import BadInput
 
 
@@ -26,6 +26,16 @@ def study(
         list[Path] | None, typer.Option(help="Bring in rows of another machine first (repeatable).")
     ] = None,
     render: Annotated[bool, typer.Option("--render", help="Run nothing; only write the table.")] = False,
+    formats: Formats = None,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Also compare the lines on the same splits, with intervals and a sign test.")
+    ] = False,
+    against: Annotated[
+        str | None, typer.Option(metavar="METHOD/RULE", help="With --pairs: compare with this line, not the best.")
+    ] = None,
+    figure: Annotated[
+        bool, typer.Option("--figure", help="Also draw accuracy against alpha, or bars, as SVG and PDF.")
+    ] = False,
     engine: Annotated[
         str | None, typer.Option(help="inline, processes or ray (cells at once, on many machines).")
     ] = None,
@@ -48,23 +58,42 @@ def study(
         return
     if name is None:
         raise BadInput("name a study: a path to a .yaml, or one that `flyby study --list` shows")
+    if against is not None and not pairs:
+        raise BadInput("--against names what --pairs compares with; add --pairs")
     from flyby.study.grid import merge as merge_rows
-    from flyby.study.grid import missing, run_study, settled
-    from flyby.study.tables import write_table
+    from flyby.study.grid import run_study, standing
+    from flyby.study.tables import sheet
+    from flyby.study.writers import formats as chosen
+    from flyby.study.writers import markdown, write_sheet
 
+    asked = chosen(formats or ())
     name, grid = read_study(name)
     rows = results / f"{name}.jsonl"
     merged = merge_rows(rows, merge) if merge else 0
-    before = len(settled(grid, rows))
-    if render:
-        done, left = 0, len(missing(grid, rows))
-    else:
-        done, left = run_study(
+    now = standing(grid, rows)
+    before, done = len(now.rows), 0
+    if not render:
+        done, _ = run_study(
             grid, rows, work, data_root=data_root, engine=engine, device=device, limit=limit, quiet=quiet
         )
-    table = write_table(grid, rows)
-    facts = {"done": done, "before": before, "left": left, "merged": merged, "table": str(table)}
-    say(facts, as_json, _told(done, before, left, merged if merge else None) + f"; table written to {table}")
+        now = standing(grid, rows, now.cells)
+    written = write_sheet(sheet(now, rows), rows.with_suffix(""), asked)
+    shown = []
+    if pairs:
+        from flyby.study.pairs import pairs as compared
+
+        differences = compared(now, against)
+        written += write_sheet(differences, rows.with_suffix(".pairs"), asked)
+        shown = ["", markdown(differences).rstrip("\n")]
+    if figure:
+        from flyby.study.charts import write_charts
+
+        written += write_charts(now, results)
+    left = len(now.missing)
+    facts = {"done": done, "before": before, "left": left, "merged": merged, "table": str(written[0])}
+    facts |= {"files": [str(path) for path in written]} if len(written) > 1 else {}
+    told = _told(done, before, left, merged if merge else None)
+    say(facts, as_json, "\n".join([f"{told}; table written to {', '.join(map(str, written))}", *shown]))
 
 
 def _told(done: int, before: int, left: int, merged: int | None) -> str:

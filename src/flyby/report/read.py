@@ -104,6 +104,21 @@ class RunData:
         }
 
 
+def runs_in(folder: Path) -> list[RunData]:
+    """The finished run of a folder, or of a folder of runs all of them."""
+    run = Run(folder)
+    if run.finished:
+        return [RunData.read(folder)]
+    children = sorted(folder.iterdir(), key=lambda child: natural(child.name)) if folder.is_dir() else []
+    runs = [RunData.read(child) for child in children if not child.name.startswith(".") and Run(child).finished]
+    if not runs:
+        raise BadInput(
+            f"{folder} holds neither {run.result_path.name} nor run folders; name the --out folder of a finished run,"
+            " or a folder of them"
+        )
+    return runs
+
+
 def around(shares: Sequence[float]) -> tuple[float, float] | None:
     """The mean of several shares and 1.96 standard errors of it to either side; None of fewer than two."""
     if len(shares) < 2:

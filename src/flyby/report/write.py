@@ -16,11 +16,10 @@ from typing import Any
 
 from flyby.data.splits import SplitSettings
 from flyby.drawing import clean
-from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.names import natural
 from flyby.report import contacts, figures, nodes, page, sites, trajectories
-from flyby.report.read import RunData
+from flyby.report.read import RunData, runs_in
 from flyby.report.sections import pictures
 from flyby.runs.folder import Run
 
@@ -32,17 +31,7 @@ def write_report(folder: Path) -> Path:
     """Write ``folder/report.html`` for a run folder, or for a folder whose direct children are run folders, and return
     its path."""
     folder, run = Path(folder), Run(folder)
-    if run.finished:
-        runs = [RunData.read(folder)]
-    else:
-        children = sorted(folder.iterdir(), key=lambda child: natural(child.name)) if folder.is_dir() else []
-        runs = [RunData.read(child) for child in children if not child.name.startswith(".") and Run(child).finished]
-    if not runs:
-        raise BadInput(
-            f"{folder} holds neither {run.result_path.name} nor run folders; name the --out folder of a finished run,"
-            " or a folder of them"
-        )
-    write_text(run.report, build_html(runs, folder.resolve().name))
+    write_text(run.report, build_html(runs_in(folder), folder.resolve().name))
     return run.report
 
 

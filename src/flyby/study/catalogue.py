@@ -71,7 +71,8 @@ def packaged() -> dict[str, Traversable]:
 
 def published() -> list[dict[str, Any]]:
     """Figures from papers: each with data, alpha, method, value, source and the caveat that goes with it."""
-    rows: list[dict[str, Any]] = yaml.safe_load((PACKAGE / f"published{SUFFIX}").read_text(encoding="utf-8"))
+    quick = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast, where PyYAML was built with it
+    rows: list[dict[str, Any]] = yaml.load((PACKAGE / f"published{SUFFIX}").read_text(encoding="utf-8"), quick)
     return rows
 
 

@@ -28,7 +28,7 @@ from flyby.runs.folder import Run
 from flyby.runs.methods import METHODS
 from flyby.runs.pipeline import Options, run
 from flyby.settings import build
-from flyby.study.catalogue import Study
+from flyby.study.catalogue import SUFFIX, Study, packaged
 
 log = logging.getLogger(__name__)
 BETWEEN = re.compile(r";(?![^\[]*\])")  # the settings of a variant; what stands in brackets is one value
@@ -84,7 +84,7 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
             shape = {"name": split, "clients": clients, "alpha": alpha}
             place = str((data_root / data).resolve()) if data_root is not None and (data_root / data).exists() else data
             logical = make_config(method, data={"name": data}, split=shape, **words)
-            config = make_config(method, data={"name": place}, split=shape, **words)
+            config = logical if place == data else make_config(method, data={"name": place}, split=shape, **words)
             check_cell(config)
             yield Cell(
                 config,
@@ -170,16 +170,35 @@ def merge(target: Path, sources: list[Path]) -> int:
     return len(mine) - before
 
 
-def settled(study: Study, path: Path) -> dict[str, dict[str, Any]]:
-    """The rows in ``path`` that belong to the study as it stands, by the key of their cell."""
-    names = {key: cell.key for cell in cells(study) for key in (cell.key, *cell.former)}
-    return {names[row["key"]]: row for row in read_rows(path) if row["key"] in names}
+@dataclass(frozen=True)
+class Standing:
+    """How far a study is: its cells, the rows that belong to it as it stands by the key of their cell, and how many
+    rows of its file were run under other settings."""
+
+    name: str
+    study: Study
+    cells: list[Cell]
+    rows: dict[str, dict[str, Any]]
+    others: int
+
+    @property
+    def missing(self) -> list[Cell]:
+        """The cells that have no row yet."""
+        return [cell for cell in self.cells if cell.key not in self.rows]
+
+    @property
+    def command(self) -> str:
+        """What would run them; a study of one's own is named by its file."""
+        return f"flyby study {self.name if self.name in packaged() else f'{self.name}{SUFFIX}'}"
 
 
-def missing(study: Study, path: Path, data_root: Path | None = None) -> list[Cell]:
-    """The cells that have no row in ``path`` yet."""
-    have = settled(study, path)
-    return [cell for cell in cells(study, data_root) if cell.key not in have]
+def standing(study: Study, path: Path, grid: list[Cell] | None = None, data_root: Path | None = None) -> Standing:
+    """``grid`` are the study's cells where they are known: to find them takes a millisecond each."""
+    grid = list(cells(study, data_root)) if grid is None else grid
+    names = {key: cell.key for cell in grid for key in (cell.key, *cell.former)}
+    found = read_rows(path)
+    rows = {names[row["key"]]: row for row in found if row["key"] in names}
+    return Standing(path.stem, study, grid, rows, len(found) - len(rows))
 
 
 def run_study(
@@ -198,7 +217,7 @@ def run_study(
 
     Returns (rows done now, rows still missing). Cells go one after another, or as many at once as the engine can.
     """
-    todo = missing(study, rows, data_root)
+    todo = standing(study, rows, data_root=data_root).missing
     started, longest, done = time.perf_counter(), 0.0, 0
     began: dict[str, float] = {}
 

@@ -4,11 +4,14 @@ models. Published figures stand in the same lines."""
 
 from __future__ import annotations
 
-from statistics import fmean, median
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import fmean, median, stdev
 from typing import Any
 
 from flyby.runs.methods import METHODS, PRINTED
 from flyby.runs.paired import EXACT, Paired, mean_error
+from flyby.study.sheet import THEIRS, Entry, Table, plain
 
 Row = dict[str, Any]
 Line = dict[tuple[int, str], Row]  # what was measured of one model, by seed and node
@@ -17,21 +20,22 @@ FEW = 4  # nodes that have columns of their own
 MORE = {"log_loss": "log-loss", "calibration_error": "calibration error, %", "recall": "recall at 5 % false alarms, %"}
 
 
-def node_tables(rows: list[Row], figures: list[Row]) -> list[str]:
+def node_tables(rows: list[Row], figures: list[Row], facts: Mapping[str, Any] | None = None) -> list[Table]:
     """One table for every variant and psi of the study, with the numbers of images: a node with few says little."""
-    lines: list[str] = []
+    tables = []
     groups = list(dict.fromkeys((row.get("variant", ""), row.get("alpha")) for row in rows))
     for variant, alpha in groups:
         mine = [row for row in rows if (row.get("variant", ""), row.get("alpha")) == (variant, alpha)]
         printed = [f for f in figures if "node" in f and f.get("alpha") in (None, alpha)]
         title = [variant] if variant else []
         title += [f"psi = {alpha:g}"] if len({psi for _, psi in groups}) > 1 else []
-        lines += [f"### {', '.join(title)}", ""] if title else []
         nodes = list(mine[0]["by_round"])
         few = len(nodes) <= FEW and all(list(row["by_round"]) == nodes for row in mine)
-        lines += _by_node(mine, nodes, printed) if few else _over_nodes(mine, printed)
-        lines += [_published(printed), ""] if printed else [""]
-    return lines[:-1]
+        table = _by_node(mine, nodes, printed) if few else _over_nodes(mine, printed)
+        below = [*table.below, *([_published(printed)] if printed else [])]
+        told = {**(facts or {}), "alpha": alpha, **({"variant": variant} if variant else {})}
+        tables.append(replace(table, title=", ".join(title), below=below, facts=told))
+    return tables
 
 
 def _published(figures: list[Row]) -> str:
@@ -42,66 +46,89 @@ def _published(figures: list[Row]) -> str:
     return f"Published, for its own nodes {nodes}: {sources}{f' ({caveats})' if caveats else ''}."
 
 
-def _by_node(rows: list[Row], nodes: list[str], figures: list[Row]) -> list[str]:
+def _by_node(rows: list[Row], nodes: list[str], figures: list[Row]) -> Table:
     found, seeds = measured(rows), sorted({row["seed"] for row in rows})
     images = [sorted({row["by_round"][node]["images"] for row in rows}) for node in nodes]
     heads = [
         f"{node} ({'/'.join(map(str, n))} images)" if len(n) < 4 else f"{node} ({n[0]}-{n[-1]} images)"
         for node, n in zip(nodes, images, strict=True)
     ]
-    lines = [
-        "| method | " + " | ".join(heads) + " | mean | published |",
-        "|---|" + "---:|" * (len(nodes) + 1) + "---|",
-    ]
+    lines = []
     for name, line in found.items():
         per_node = [[one["own"] for (_, who), one in line.items() if who == node] for node in nodes]
-        shown = " | ".join(f"{100 * fmean(v):.2f}" for v in per_node)
-        printed = " / ".join(f"{f['value']:.2f}" for f in figures if f["method"] == name)
-        lines.append(f"| {name} | {shown} | {100 * fmean(v for values in per_node for v in values):.2f} | {printed} |")
+        each = [
+            Entry(f"{100 * fmean(v):.2f}", facts={"method": name, "node": node, **_mean_facts(v, "own")})
+            for v, node in zip(per_node, nodes, strict=True)
+        ]
+        every = [v for values in per_node for v in values]
+        mean = Entry(f"{100 * fmean(every):.2f}", facts={"method": name, **_mean_facts(every, "own")})
+        printed = [f for f in figures if f["method"] == name]
+        lines.append(
+            [Entry(name), *each, mean, _printed(name, printed, " / ".join(f"{f['value']:.2f}" for f in printed))]
+        )
     seconds = ", ".join(f"{row['method']} {row['seconds']:.0f} s" for row in rows if row["seed"] == seeds[0])
     words = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    return [*lines, "", f"Own-test accuracy in %, {words}; {seconds} ({rows[0]['hardware']})."]
+    below = [f"Own-test accuracy in %, {words}; {seconds} ({rows[0]['hardware']})."]
+    return Table(["method", *heads, "mean", "published"], "l" + "r" * (len(nodes) + 1) + "l", lines, below=below)
 
 
-def _over_nodes(rows: list[Row], figures: list[Row]) -> list[str]:
+def _mean_facts(values: list[float], measure: str, scale: float = 100.0) -> Row:
+    return {
+        "measure": measure,
+        "mean": scale * fmean(values),
+        "std": scale * stdev(values) if len(values) > 1 else None,
+        "n": len(values),
+    }
+
+
+def _printed(name: str, figures: list[Row], text: str) -> Entry:
+    """The published values of one line, in one cell."""
+    if not figures:
+        return Entry()
+    told = {"published": fmean(f["value"] for f in figures), "source": figures[0]["source"], **THEIRS}
+    return Entry(text, facts={"method": name, **told, "caveat": figures[0].get("caveat", "")})
+
+
+def _over_nodes(rows: list[Row], figures: list[Row]) -> Table:
     """Only nodes that all rows of a seed have: differences are between models of the same node."""
     found = measured(rows)
     local = found.get("Local", {})
     common = any("common" in one for line in found.values() for one in line.values())
     more = [key for key in MORE if any(key in one for line in found.values() for one in line.values())]
     judged = ["own", "common"] if common else ["own"]
-    heads = [f"{kind}, % | {kind} − local | p | up / down" for kind in judged] + [MORE[key] for key in more]
-    lines = [
-        f"| method | {' | '.join(heads)} | published, mean |",
-        "|---|" + "---:|" * (4 * len(judged) + len(more)) + "---|",
-    ]
+    heads = [head for kind in judged for head in (f"{kind}, %", f"{kind} − local", "p", "up / down")]
+    heads += [MORE[key] for key in more]
+    lines = []
     for name, line in found.items():
-        cells = [text for kind in judged for text in _against(line, local if name != "Local" else {}, kind)]
-        scale = {"log_loss": 1.0}
+        cells = [cell for kind in judged for cell in _against(name, line, local if name != "Local" else {}, kind)]
         for key in more:
-            values = [one[key] for one in line.values() if key in one]
-            cells.append(_mean(values, scale.get(key, 100.0)) if values else "")
-        printed = [f["value"] for f in figures if f["method"] == name]
-        cells.append(f"{fmean(printed):.2f} (n={len(printed)})" if printed else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, "", *_footing(rows, found, common)]
+            values, scale = [one[key] for one in line.values() if key in one], 1.0 if key == "log_loss" else 100.0
+            told = {"method": name, **_mean_facts(values, key, scale)} if values else {}
+            cells.append(Entry(_mean(values, scale) if values else "", facts=told))
+        printed = [f for f in figures if f["method"] == name]
+        text = f"{fmean(f['value'] for f in printed):.2f} (n={len(printed)})" if printed else ""
+        lines.append([Entry(name), *cells, _printed(name, printed, text)])
+    heads = ["method", *heads, "published, mean"]
+    return Table(heads, "l" + "r" * (len(heads) - 2) + "l", lines, below=_footing(rows, found, common))
 
 
-def _against(line: Line, local: Line, kind: str) -> list[str]:
+def _against(name: str, line: Line, local: Line, kind: str) -> list[Entry]:
     """Mean, difference from the local models, its p, and how many nodes rose and fell."""
     values = {where: one[kind] for where, one in line.items() if kind in one}
     if not values:
-        return [""] * 4
+        return [Entry()] * 4
+    told = {"method": name, **_mean_facts([*values.values()], kind)}
     mean = _mean(list(values.values()))
     # A node may have been pretrained more than once: what a row made is compared with what that row began with.
     local = {where: line[where].get("began", local[where]) for where in values if where in local}
     both = [where for where in values if kind in local.get(where, {})]
     if not both:
-        return [mean, "", "", ""]
+        return [Entry(mean, facts=told), *plain("", "", "")]
     gap = Paired.of([values[where] for where in both], [local[where][kind] for where in both])
     error = f" ± {100 * gap.error:.2f}" if gap.error is not None else ""
     p = f"{gap.p:.3f}" if gap.p >= 0.001 else f"{gap.p:.0e}"
-    return [mean, f"{100 * gap.mean:+.2f}{error}", p, f"{gap.up} / {gap.down}"]
+    told |= {"above_local": 100 * gap.mean, "p": gap.p, "up": gap.up, "down": gap.down}
+    return [Entry(mean, facts=told), *plain(f"{100 * gap.mean:+.2f}{error}", p, f"{gap.up} / {gap.down}")]
 
 
 def _mean(values: list[float], scale: float = 100.0) -> str:
