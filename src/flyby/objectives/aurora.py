@@ -39,8 +39,8 @@ class AuroraSettings(SaltSettings, WeightingSettings, AnchorSettings):
 
 class Aurora(Anchored, Salt):
     """AURORA's client. Its extra state is two scalars and their two velocities. Of every epoch it logs the largest
-    lambda (``lambda_peak``) and in what share of the steps lambda was above ``lambda_max`` (``lambda_bound``), where the
-    stability term bites if there is one."""
+    lambda (``lambda_peak``) and in what share of the steps it was above ``lambda_max`` (``lambda_bound``), which is
+    where the stability term bites if there is one."""
 
     name = "aurora"
     about = "SALT, and prototypes drawn to anchors that all sites share, by a strength each site learns"

@@ -13,8 +13,9 @@ from flyby.errors import BadInput
 from flyby.files import write_text
 from flyby.runs.methods import METHODS
 from flyby.study.catalogue import Study, published
-from flyby.study.grid import Cell, cells, read_rows, settled
+from flyby.study.grid import Cell, cells, known_rows, settled
 from flyby.study.hour_tables import by_plan, hour_tables
+from flyby.study.measures import draw, measured
 from flyby.study.orient_tables import meets, node_tables
 
 Row = dict[str, Any]
@@ -35,7 +36,7 @@ def render(study: Study, place: Path, figures: list[Row] | None = None) -> str:
     lines below.
 
     Only rows of the study as it stands are shown: one that was run under other settings must not enter a mean."""
-    everything = read_rows(place)
+    everything = known_rows(study, place)
     if not everything:
         raise BadInput(f"{place} holds no rows yet; run flyby study {place.stem} first")
     wanted = {cell.key: (_clients(cell), _rule(cell)) for cell in cells(study)}
@@ -62,7 +63,8 @@ def render(study: Study, place: Path, figures: list[Row] | None = None) -> str:
             lines += [*node_tables(mine, printed), ""]
         else:
             fit = [f for f in printed if "node" not in f and f.get("clients", clients) == clients]
-            lines += [*_table(mine, wanted, fit), ""]
+            lines += [*_table(mine, wanted, [f for f in fit if "measure" not in f]), ""]
+            lines += measured(study.shows, mine, wanted, fit)
     if other := len(everything) - len(rows):
         lines += [f"{other} rows that were run under other settings are left out.", ""]
     return "\n".join(lines)
@@ -221,4 +223,6 @@ def write_table(study: Study, place: Path) -> Path:
     """The table of the rows in NAME.jsonl, as NAME.md beside them."""
     path = place.with_suffix(".md")
     write_text(path, render(study, place) + "\n")
+    if "lambda" in study.shows:
+        draw(settled(study, place), place.with_suffix(".svg"))
     return path
