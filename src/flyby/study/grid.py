@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,8 @@ def _configs(
     }
     shape = {"name": split, "clients": clients, "alpha": alpha}
     place = str((data_root / data).resolve()) if data_root is not None and (data_root / data).exists() else data
-    logical, config = (make_config(method, data={"name": one}, split=shape, **words) for one in (data, place))
+    logical = make_config(method, data={"name": data}, split=shape, **words)
+    config = logical if place == data else make_config(method, data={"name": place}, split=shape, **words)
     check_cell(config)
     return logical, config
 
@@ -203,15 +204,23 @@ def merge(target: Path, sources: list[Path]) -> int:
 
 def known_rows(study: Study, path: Path) -> list[dict[str, Any]]:
     """The rows in ``path``, and those of other studies beside it that belong to this one, as it names them."""
-    mine = {key for cell in cells(study) for key in (cell.key, *cell.former)} if study.rows else set()
-    borrowed = [row for name in study.rows for row in read_rows(path.with_name(f"{name}.jsonl")) if row["key"] in mine]
-    return list({row["key"]: row for row in (*borrowed, *read_rows(path))}.values())
+    return _known(study, path, keys_of(study) if study.rows else {})
+
+
+def _known(study: Study, path: Path, names: Container[str]) -> list[dict[str, Any]]:
+    others = [row for name in study.rows for row in read_rows(path.with_name(f"{name}.jsonl")) if row["key"] in names]
+    return list({row["key"]: row for row in (*others, *read_rows(path))}.values())
+
+
+def keys_of(study: Study) -> dict[str, str]:
+    """Every key that a row of the study may have, now or from an older flyby, with that of its cell."""
+    return {key: cell.key for cell in cells(study) for key in (cell.key, *cell.former)}
 
 
 def settled(study: Study, path: Path) -> dict[str, dict[str, Any]]:
     """The rows, in ``path`` or borrowed, that belong to the study as it stands, by the key of their cell."""
-    names = {key: cell.key for cell in cells(study) for key in (cell.key, *cell.former)}
-    return {names[row["key"]]: row for row in known_rows(study, path) if row["key"] in names}
+    names = keys_of(study)
+    return {names[row["key"]]: row for row in _known(study, path, names) if row["key"] in names}
 
 
 def missing(study: Study, path: Path, data_root: Path | None = None) -> list[Cell]:
