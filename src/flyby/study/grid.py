@@ -72,7 +72,7 @@ def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
 def parts_of(study: Study) -> list[Study]:
     """The grids that make up a study: itself, or its parts, each with the keys of its own."""
     whole = study.model_dump(exclude={"parts"}, exclude_unset=True)
-    return [build(Study, {**whole, **part}, "a part of the study") for part in study.parts] or [study]
+    return [build(Study, {**whole, **part}, "study part") for part in study.parts] or [study]
 
 
 def _cells(study: Study, data_root: Path | None) -> Iterator[Cell]:
