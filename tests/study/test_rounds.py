@@ -173,6 +173,18 @@ def test_a_study_with_rounds_says_that_they_are_not_one_shot(data: Path, tmp_pat
     assert "| fedavg | fedavg, 2 rounds of 1 epoch (not one-shot) |" in text
 
 
+def test_rounds_that_diverge_are_a_row_in_the_same_table(data: Path, tmp_path: Path) -> None:
+    study = Study(
+        **{"title": "Lost", "data": [str(data)], "methods": ["fedavg"], "rounds": ["scaffold:rounds=3"], "epochs": 2},
+        **{"clients": [2], "alphas": [1.0], "model": "mlp", "settings": ["train.lr=1e4"], "shows": ["bytes"]},
+    )
+    place = tmp_path / "results" / "lost.jsonl"
+    assert run_study(study, place, tmp_path / "work", **QUICK) == (2, 0)
+    assert [row["accuracy"] for row in read_rows(place)] == [None, None]
+    assert render(study, place, []).count("| diverged |") == 2
+    assert render(study, place, []).count("## ") == 1
+
+
 def test_keys_of_rounds_are_their_own_and_last() -> None:
     words: dict[str, Any] = {"title": "T", "methods": ["fedavg"], "epochs": 20}
     found = list(cells(Study(**words, rounds=["fedavg:rounds=5", "fedavg:rounds=5,epochs=2", "fedprox:rounds=5"])))

@@ -10,8 +10,8 @@ test images as one upload has:
   r is what a constant gradient would have been multiplied by in these steps, sum_t lr_t (1 - m^t) / (1 - m) with
   momentum m: without momentum the paper's number of steps times its learning rate. With one site it is plain SGD.
 
-Learning rates fall over all R rounds as they do over one training; momentum begins anew in each. A round sends the
-model to each site and back: R x K models either way, and as many control variates for SCAFFOLD.
+Learning rates fall over all rounds as over one training; momentum begins anew in each. A round sends the model to each
+site and back: R x K models either way, and as many control variates for SCAFFOLD.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Client:
     """One site that trains in every round, by the same steps as one that trains once."""
 
     def __init__(self, session: Session, settings: RoundSettings) -> None:
-        self.session, self.settings = session, settings
+        self.session = session
         self.corrected: Corrected | None = None
         if settings.kind != "fedavg":
             self.corrected = Corrected(session.objective, session.learner, settings.mu * (settings.kind == "fedprox"))
@@ -108,10 +108,8 @@ class Client:
         work = self.session
         if weights is not None:
             work.model.load_state_dict(weights)
-        for state in work.optimizer.state.values():  # in place, where a recorded step finds it
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        for value in (value for state in work.optimizer.state.values() for value in state.values()):
+            value.zero_()  # momentum, in place: where a recorded step finds it
         if self.corrected is not None:
             torch._foreach_copy_(self.corrected.start, [p.detach() for p in self.corrected.weights])
         if control and self.corrected is not None:
@@ -144,7 +142,7 @@ def run_rounds(config: RunConfig, settings: RoundSettings, folder: Run, device: 
     local = settings.local(todo.recipe.train.epochs)
     recipe = _recipe(todo.recipe, settings, local)
     folder.path.mkdir(parents=True, exist_ok=True)
-    folder.begin(config, recipe.model_dump(mode="json"), split)
+    folder.begin(config, todo.recipe.model_dump(mode="json"), split)
     loaded = time.perf_counter()
     with as_a_site(device):
         sites = [site_of(bundle, split, name) for name in split.shares]
@@ -189,11 +187,11 @@ def together(clients: list[Client], settings: RoundSettings, local: int) -> Pred
     weights: dict[str, Tensor] | None = None
     control = [torch.zeros_like(own) for own in clients[0].own] if settings.kind == "scaffold" else []
     images = [len(client.session.site.train) for client in clients]
-    for _ in range(settings.rounds):
+    for number in range(1, settings.rounds + 1):
         for client in clients:
             client.train(local, weights, control)
-        items = [client.session.pack(client.session.state.epoch) for client in clients]
-        predictor = FedAvg(AverageSettings()).fuse(Inbox(items), Server())
+        sent = Inbox([client.session.pack(number * local) for client in clients])
+        predictor = FedAvg(AverageSettings()).fuse(sent, Server())
         weights = dict(predictor.networks[0].state_dict())
         for place, c in enumerate(control):
             c.zero_()

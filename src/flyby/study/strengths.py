@@ -70,22 +70,28 @@ def line_of(name: str, row: Mapping[str, Any]) -> Line:
 
 @Drawing
 def trajectories(lines: Sequence[Line], bound: float) -> Figure:
-    """Above: lambda against epochs, a line for each site, with the bound dashed. Below: the share of steps above it."""
+    """Above: lambda against epochs, a line for each site, with the bound dotted. Below: the share of steps above it."""
     left, right, top = 62.0, 14.0, 14.0 + 18 * len(lines)
     figure = canvas(top + 360)
     above = place_axes(figure, left, top, wide() - left - right, 190)
     below = place_axes(figure, left, top + 232, wide() - left - right, 80)
     for place, line in enumerate(lines):
-        colour = PALETTE[place % len(PALETTE)]
+        colour, dash = PALETTE[place % len(PALETTE)], "--" if place % 2 else "-"  # equal lines hide each other
         for axes, values, scale in ((above, line.strength, 1.0), (below, line.bound, 100.0)):
             for one in values:
-                axes.plot(line.epochs, [scale * v for v in one], color=colour, linewidth=1.3, alpha=0.9)
-        figure.text(left / wide(), 1 - (14 + 18 * place) / (top + 360), f"— {clean(line.name, 100)}", color=colour)
-    above.axhline(bound, color=INK, linestyle="--", linewidth=1)
+                axes.plot(line.epochs, [scale * v for v in one], color=colour, linestyle=dash, linewidth=1.3)
+        figure.text(
+            left / wide(),
+            1 - (14 + 18 * place) / (top + 360),
+            f"{'- -' if place % 2 else '—'} {clean(line.name, 100)}",
+            color=colour,
+        )
+    above.axhline(bound, color=INK, linestyle=":", linewidth=1)
     above.annotate(f"bound {bound:g}", (0, bound), (4, 4), ("axes fraction", "data"), "offset points", color=INK)
     highest = max((v for line in lines for one in line.strength for v in one), default=1.0)
     if highest > 10 * bound:
         above.set_yscale("log")
+        above.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _frame(above, "lambda", "")
     _frame(below, "steps above, %", "epoch")
     below.set_ylim(-3, 103)
