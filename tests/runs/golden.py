@@ -32,6 +32,7 @@ STOPWATCH = {
     "schema_version",
     "test_images",
 }
+UNSEEN = {"samples_per_second", "lambda_bound", "lambda_peak"}  # of metrics.jsonl: the clock, and what is logged since
 SMALL = ["--data", "digits", "--clients", "3", "--alpha", "0.3", "--epochs", "2", "--seed", "7", "--quiet"]
 RUNS: dict[str, list[str]] = {
     "demo": ["--method", "local,fedavg,ensemble,fafi,aurora", *SMALL],
@@ -127,7 +128,7 @@ def of_run(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "accuracy": result["accuracy"],
         "result": of_json(kept),
-        "metrics": of_json([{k: v for k, v in row.items() if k != "samples_per_second"} for row in rows]),
+        "metrics": of_json([{k: v for k, v in row.items() if k not in UNSEEN} for row in rows]),
         "parcels": {path.stem: of_parcel(path) for path in sorted((folder / "parcels").glob("*.parcel"))},
     }
     for name in ("split.json", "global/model.safetensors"):

@@ -78,6 +78,10 @@ def study(
         )
         now = standing(grid, rows, now.cells)
     written = write_sheet(sheet(now, rows), rows.with_suffix(""), asked)
+    if "lambda" in grid.shows:
+        from flyby.study.measures import draw
+
+        written += draw(now.rows, rows.with_suffix(".svg"))
     shown = []
     if pairs:
         from flyby.study.pairs import pairs as compared

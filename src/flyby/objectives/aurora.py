@@ -38,7 +38,9 @@ class AuroraSettings(SaltSettings, WeightingSettings, AnchorSettings):
 
 
 class Aurora(Anchored, Salt):
-    """AURORA's client. Its extra state is two scalars and their two velocities."""
+    """AURORA's client. Its extra state is two scalars and their two velocities. Of every epoch it logs the largest
+    lambda (``lambda_peak``) and in what share of the steps it was above ``lambda_max`` (``lambda_bound``), which is
+    where the stability term bites if there is one."""
 
     name = "aurora"
     about = "SALT, and prototypes drawn to anchors that all sites share, by a strength each site learns"
@@ -50,6 +52,7 @@ class Aurora(Anchored, Salt):
     anchors: Tensor
     held: Tensor
     start: Tensor
+    peak: Tensor
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         assert isinstance(settings, AuroraSettings)
@@ -82,6 +85,7 @@ class Aurora(Anchored, Salt):
         self.register_buffer("anchors", anchors, persistent=False)
         self.register_buffer("held", (counts > 0).float().to(device), persistent=False)
         self.register_buffer("start", prototypes.detach().clone(), persistent=False)
+        self.register_buffer("peak", torch.zeros((), device=device), persistent=False)
 
     def align_loss(self, prototypes: Tensor, labels: Tensor) -> Tensor:
         """L_align over the classes the site holds (or the batch shows); prototypes are not normalised, anchors are unit
@@ -99,6 +103,7 @@ class Aurora(Anchored, Salt):
         align = self.align_loss(prototypes, batch.labels)
         total, strength = self.weighting.weigh(local, align, progress, prototypes)
         self._seen = (local.detach(), align.detach())
+        self.peak.copy_(torch.maximum(self.peak, strength))
         return Terms(
             total,
             {
@@ -106,6 +111,7 @@ class Aurora(Anchored, Salt):
                 "loss_align": align,
                 "lambda": strength,
                 "lambda_align": strength * align.detach(),
+                "lambda_bound": strength > self.settings.lambda_max,
                 **parts,
             },
         )
@@ -117,7 +123,9 @@ class Aurora(Anchored, Salt):
             prototypes.data.copy_(torch.where(self.held[:, None] > 0, prototypes.data, self.start))
 
     def epoch_state(self, model: Network) -> dict[str, Tensor]:
-        return self.weighting.state() | super().epoch_state(model)
+        peak = self.peak.clone()
+        self.peak.zero_()
+        return self.weighting.state() | {"lambda_peak": peak} | super().epoch_state(model)
 
     def cure(self, bad: Sequence[str]) -> str:
         if any(name == "lambda" or name.startswith(("lambda_", "l_")) for name in bad):

@@ -6,7 +6,7 @@ import re
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -43,6 +43,16 @@ class Study(BaseModel):
     model: str | None = Field(default=None, description="as --model, for every cell")
     settings: list[str] = Field(default=[], description="as --set on the command line, for every cell")
     variants: list[str] = Field(default=[], description="one more axis: settings that differ, several with semicolons")
+    rounds: list[str] = Field(
+        default=[], description="what many rounds would give, `fedavg:rounds=5`; fedprox and scaffold too: not one-shot"
+    )
+    parts: list[dict[str, Any]] = Field(
+        default=[], description="grids that differ from this one in some keys and make up the study; empty: this alone"
+    )
+    rows: list[str] = Field(default=[], description="other studies whose rows count here too, for cells that are equal")
+    shows: list[Literal["bytes", "lambda", "peak", "prototypes"]] = Field(
+        default=[], description="further tables: bytes, lambda (and a figure), peak accuracy, likeness of prototypes"
+    )
 
 
 def read_study(name: str) -> tuple[str, Study]:

@@ -29,6 +29,8 @@ from flyby.runs.methods import METHODS
 from flyby.runs.pipeline import Options, run
 from flyby.settings import build
 from flyby.study.catalogue import SUFFIX, Study, packaged
+from flyby.study.rounds import RoundSettings, round_settings, run_rounds
+from flyby.study.strengths import strengths
 
 log = logging.getLogger(__name__)
 BETWEEN = re.compile(r";(?![^\[]*\])")  # the settings of a variant; what stands in brackets is one value
@@ -46,6 +48,7 @@ class Cell:
     attack: str = ""
     admission: str = ""
     variant: str = ""
+    rounds: RoundSettings | None = None
 
     def __str__(self) -> str:
         drawn = "" if self.config.server_seed is None else f", server {self.config.server_seed}"
@@ -56,46 +59,75 @@ class Cell:
         )
 
 
+World = tuple[int, str, str, int, float, str]  # seed, data, split, clients, alpha, variant
+
+
 def cells(study: Study, data_root: Path | None = None) -> Iterator[Cell]:
     """All cells, seeds outermost: breadth before repetition. Keys do not depend on where the data lies."""
-    world = study.seeds, study.data, study.splits, study.clients, study.alphas, study.variants or [""], study.methods
-    for seed, data, split, clients, alpha, variant, method, attack, admission in itertools.product(
-        *world, study.attacks or [""], study.admissions or [""]
-    ):
+    parts = parts_of(study)
+    found = (cell for part in parts for cell in _cells(part, data_root))
+    yield from found if len(parts) == 1 else sorted(found, key=lambda cell: cell.config.seed)
+
+
+def parts_of(study: Study) -> list[Study]:
+    """The grids that make up a study: itself, or its parts, each with the keys of its own."""
+    whole = study.model_dump(exclude={"parts"}, exclude_unset=True)
+    return [build(Study, {**whole, **part}, "study part") for part in study.parts] or [study]
+
+
+def _cells(study: Study, data_root: Path | None) -> Iterator[Cell]:
+    axes = study.seeds, study.data, study.splits, study.clients, study.alphas, study.variants or [""]
+    for world in itertools.product(*axes):
+        _, data, split, _, alpha, variant = world
         if alpha != study.alphas[0] and not SplitSettings(name=split).uses_alpha:
             continue  # it would be the same split again
-        each = [(rule, drawn) for rule in study.fusions or [""] for drawn in server_draws(study, method, rule)]
-        for rule, drawn in each:
-            name, _, settings = rule.partition(":")
-            chosen = [
-                *drawn,
-                *concerning(method, study.methods, study.settings),
-                *(v.strip() for v in BETWEEN.split(variant) if v),
-                *(f"fusion.{s}" for s in settings.split(",") if s),
-                *threats(attack, admission),
-            ]
-            words: dict[str, Any] = {
-                "seed": seed,
-                "model": study.model,
-                "epochs": study.epochs,
-                "fusion": name or None,
-                "assignments": chosen,
-            }
-            shape = {"name": split, "clients": clients, "alpha": alpha}
-            place = str((data_root / data).resolve()) if data_root is not None and (data_root / data).exists() else data
-            logical = make_config(method, data={"name": data}, split=shape, **words)
-            config = logical if place == data else make_config(method, data={"name": place}, split=shape, **words)
-            check_cell(config)
-            yield Cell(
-                config,
-                key_of(logical),
-                data,
-                rule or "own",
-                () if attack or admission else former_keys(logical),
-                attack,
-                admission,
-                variant,
-            )
+        for method, attack, admission in itertools.product(
+            study.methods, study.attacks or [""], study.admissions or [""]
+        ):
+            for rule in study.fusions or [""]:
+                for drawn in server_draws(study, method, rule):
+                    logical, config = _configs(study, data_root, world, method, rule, drawn, threats(attack, admission))
+                    former = () if attack or admission else former_keys(logical)
+                    named = rule or "own"
+                    yield Cell(config, key_of(logical), data, named, former, attack, admission, variant)
+        for words in study.rounds:
+            many = round_settings(words)
+            logical, config = _configs(study, data_root, world, "fedavg", "", [], [])
+            key = digest([key_of(logical), many.model_dump(exclude_unset=True)])
+            yield Cell(config, key, data, many.said(config), variant=variant, rounds=many)
+
+
+def _configs(
+    study: Study,
+    data_root: Path | None,
+    world: World,
+    method: str,
+    rule: str,
+    drawn: list[str],
+    threats: list[str],
+) -> tuple[RunConfig, RunConfig]:
+    """What is asked for, with the data's name as the study has it, which the key is made of; and with its place."""
+    seed, data, split, clients, alpha, variant = world
+    name, _, settings = rule.partition(":")
+    words: dict[str, Any] = {
+        "seed": seed,
+        "model": study.model,
+        "epochs": study.epochs,
+        "fusion": name or None,
+        "assignments": [
+            *drawn,
+            *concerning(method, study.methods, study.settings),
+            *(v.strip() for v in BETWEEN.split(variant) if v),
+            *(f"fusion.{s}" for s in settings.split(",") if s),
+            *threats,
+        ],
+    }
+    shape = {"name": split, "clients": clients, "alpha": alpha}
+    place = str((data_root / data).resolve()) if data_root is not None and (data_root / data).exists() else data
+    logical = make_config(method, data={"name": data}, split=shape, **words)
+    config = logical if place == data else make_config(method, data={"name": place}, split=shape, **words)
+    check_cell(config)
+    return logical, config
 
 
 def server_draws(study: Study, method: str, rule: str) -> list[list[str]]:
@@ -172,8 +204,8 @@ def merge(target: Path, sources: list[Path]) -> int:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a study is: its cells, the rows that belong to it as it stands by the key of their cell, and how many
-    rows of its file were run under other settings."""
+    """How far a study is: its cells, the rows (its own, or other studies' that it names) that belong to it as it
+    stands by the key of their cell, and how many rows of its file were run under other settings."""
 
     name: str
     study: Study
@@ -196,7 +228,8 @@ def standing(study: Study, path: Path, grid: list[Cell] | None = None, data_root
     """``grid`` are the study's cells where they are known: to find them takes a millisecond each."""
     grid = list(cells(study, data_root)) if grid is None else grid
     names = {key: cell.key for cell in grid for key in (cell.key, *cell.former)}
-    found = read_rows(path)
+    lent = (row for name in study.rows for row in read_rows(path.with_name(f"{name}.jsonl")) if row["key"] in names)
+    found = {row["key"]: row for row in (*lent, *read_rows(path))}.values()  # its own come first
     rows = {names[row["key"]]: row for row in found if row["key"] in names}
     return Standing(path.stem, study, grid, rows, len(found) - len(rows))
 
@@ -244,8 +277,11 @@ def run_study(
 def attempt(cell: Cell, *, work: Path, engine: str | None, device: str, quiet: bool) -> dict[str, Any] | Diverged:
     """Run one cell; that it diverged is a result too."""
     options = Options(engine=engine, device=device, resume=True, quiet=quiet, store=work / "uploads", keep=False)
+    folder = Run(work / "runs" / cell.key)
     try:
-        return run(cell.config, work / "runs" / cell.key, options).to_json()
+        if cell.rounds is not None:
+            return run_rounds(cell.config, cell.rounds, folder, device)
+        return run(cell.config, folder.path, options).to_json() | strengths(folder.metrics)
     except Diverged as error:
         return error
 
@@ -291,6 +327,8 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "by_round",
         "by_hour",
         "contacts",
+        "checkpoints",
+        "lambda",
     )
     own, alone = result.get("per_client"), result.get("local_accuracy")
     threat: dict[str, Any] = {
@@ -298,6 +336,8 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         for name, value in (("attack", cell.attack), ("admission", cell.admission), ("variant", cell.variant))
         if value
     }
+    if cell.rounds is not None:
+        threat |= {"one_shot": False, "rounds": cell.rounds.rounds, "bytes_down": result.get("bytes_down")}
     if cell.config.server_seed is not None:
         threat["server_seed"] = cell.config.server_seed
     if cell.config.judge != "test":

@@ -16,6 +16,7 @@ from flyby.runs.methods import METHODS
 from flyby.study.catalogue import Study, published
 from flyby.study.grid import Cell, Standing, standing
 from flyby.study.hour_tables import by_plan, hour_tables
+from flyby.study.measures import measured
 from flyby.study.orient_tables import meets, node_tables
 from flyby.study.sheet import MISSING, THEIRS, Entry, Part, Sheet, Table
 from flyby.study.writers import markdown
@@ -66,6 +67,7 @@ def sheet(now: Standing, place: Path, figures: list[Row] | None = None) -> Sheet
         printed = [f for f in figures if f["data"] == data and SplitSettings(name=split).uses_alpha]
         tables = shown.tables(printed)
         tables[-1] = _with_missing(tables[-1], shown)
+        tables += measured(now.study.shows, shown.rows, shown.line, _of_size(printed, clients), shown.facts)
         heading = f"{data}: {model}, {clients} clients, `{split}` split, {epochs} epochs"
         parts.append(Part(heading, tables))
     end = [f"{now.others} rows that were run under other settings are left out."] if now.others else []
@@ -149,14 +151,18 @@ class Shown:
             return under_attack(self)
         if all("by_round" in row for row in self.rows) and any(meets(row) for row in self.rows):
             return node_tables(self.rows, printed, self.facts)
-        clients = self.group[2]
-        return [_table(self, [f for f in printed if "node" not in f and f.get("clients", clients) == clients])]
+        return [_table(self, [f for f in _of_size(printed, self.group[2]) if "measure" not in f])]
 
     def asked(self, cell: Cell) -> Row:
         """What a cell of this table asks for, as a CSV file has it."""
         more = {"variant": cell.variant, "attack": cell.attack, "admission": cell.admission}
         alpha = {"alpha": cell.config.split.alpha} if self.by_alpha else {}
         return {**alpha, "method": cell.config.method, "rule": rule_name(cell), **{k: v for k, v in more.items() if v}}
+
+
+def _of_size(printed: list[Row], clients: int) -> list[Row]:
+    """The figures that are not of single nodes, nor of another number of clients."""
+    return [f for f in printed if "node" not in f and f.get("clients", clients) == clients]
 
 
 def _with_missing(table: Table, shown: Shown) -> Table:
