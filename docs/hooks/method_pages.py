@@ -1,4 +1,5 @@
-"""A page for every method and server rule, made from the registries when the site is built: nothing is written twice."""
+"""A page for every method and server rule, made from the registries when the site is built, so that
+nothing is written twice."""
 
 from __future__ import annotations
 
@@ -52,7 +53,12 @@ def _method(name: str, family: str, results: dict[str, list[Table]]) -> str:
 
 def _rule(name: str, family: str, results: dict[str, list[Table]]) -> str:
     (card,) = (one for one in explain(name) if one["kind"] == "server rule")
-    lines = [*_head(name, card, family), "| | |", "|---|---|", "| what it is | a server rule, for uploads of any fitting method |"]
+    lines = [
+        *_head(name, card, family),
+        "| | |",
+        "|---|---|",
+        "| what it is | a server rule, for uploads of any fitting method |",
+    ]
     lines += [f"| it needs | {_listed(card['needs'])} |", f"| clients that send it | {_listed(card['objectives'])} |"]
     if "ask" in card:
         lines += [f"| and when asked with `{card['ask']}` | {_listed(card['when_asked'])} |"]
@@ -70,13 +76,19 @@ def _head(name: str, card: dict[str, Any], family: str) -> list[str]:
 
 def _facts(card: dict[str, Any], name: str) -> list[str]:
     weights, extras = card["weight_bytes"], card["extra_bytes"]
-    size = f"{weights:,} bytes of weights and {extras:,} of other things, for the network of the demo" if weights else "nothing"
+    size = (
+        f"{weights:,} bytes of weights and {extras:,} of other things, for the network of the demo"
+        if weights
+        else "nothing"
+    )
     rows = {
         "run it": f"`flyby run --method {name} --data digits --out runs/{name}`",
         "what crosses": card["exchanges"],
         "how much": size,
         "clients minimise": f"`{card['objective']}`",
-        "the server uses": f"[`{card['fusion']}`](../{rule_page(card['fusion'])})" if card["fusion"] else "there is none",
+        "the server uses": f"[`{card['fusion']}`](../{rule_page(card['fusion'])})"
+        if card["fusion"]
+        else "there is none",
         "clients send": _listed(card["provides"]) if weights else "nothing",
         **({"training by default": _pairs(card["train"])} if card["train"] else {}),
     }
@@ -89,9 +101,12 @@ def _texts(kind: type, room: str) -> list[str]:
     modules = dict.fromkeys(one.__module__ for one in classes if one.__module__.startswith(f"{room}."))
     own = kind.__module__
     told = [own, *(m for m in modules if m != own and room == "flyby.objectives")]
-    texts = [sys.modules[m].__doc__ for m in told if not m.endswith(".base")]
-    texts[1:1] = [kind.__doc__] if "__doc__" in vars(kind) and kind.__doc__ else []
-    return [part for text in texts if text for part in (markdown(text), "")]
+    lines: list[str] = []
+    for module in (m for m in told if not m.endswith(".base")):
+        text = markdown(sys.modules[module].__doc__ or "")
+        lines += [text, ""] if module == own else [f"**{module.rpartition('.')[2]}.** {text}", ""]
+        lines += [markdown(kind.__doc__), ""] if module == own and vars(kind).get("__doc__") else []
+    return lines
 
 
 def _elsewhere(rule: str, about: str) -> list[str]:
@@ -156,14 +171,19 @@ def _families(root: Path) -> dict[str, str]:
         target = re.search(r"\]\(([^)]+)\)", cells[-1])
         if target:
             where = target[1] if not target[1].startswith("#") else f"methods.md{target[1]}"
-            title = where.partition("#")[0].removesuffix(".md")
-            found |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), f"[{title}](../{where})")
+            found |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), _page(root, where))
     rules = {"experts": ("iffi", "experts"), "best": ("standardised", "best"), "distil": ("compact",)}
     for page, starts in rules.items():
         for name in FUSIONS.built_in:
             if name.startswith(starts):
-                found.setdefault(name, f"[{page}](../{page}.md)")
+                found.setdefault(name, _page(root, f"{page}.md"))
     return found
+
+
+def _page(root: Path, where: str) -> str:
+    """A link to a page of docs/, called as its first heading calls it."""
+    title = (root / "docs" / where.partition("#")[0]).read_text().partition("\n")[0].lstrip("# ")
+    return f"[{title}](../{where})"
 
 
 def _results(root: Path) -> Iterable[Path]:

@@ -82,19 +82,31 @@ def _signature(head: str, thing: Any) -> str:
         found = inspect.signature(thing)
     except (TypeError, ValueError):
         return head
-    shown = [_plain(p) for p in found.parameters.values() if p.name not in ("self", "cls")]
-    kinds = {p.kind for p in found.parameters.values()}
+    asked = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
+    shown = [_parameter(one) for one in asked]
+    kinds = [one.kind for one in asked]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        at = [p.kind for p in found.parameters.values() if p.name not in ("self", "cls")]
-        shown.insert(at.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    end = f" -> {_plain(found.return_annotation)}" if found.return_annotation is not found.empty else ""
-    end = "" if inspect.isclass(thing) else end
+        shown.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    told = found.return_annotation is not found.empty and not inspect.isclass(thing)
+    end = f" -> {_plain(found.return_annotation)}" if told else ""
     line = f"{head}({', '.join(shown)}){end}"
     return line if len(line) <= WIDTH else f"{head}(\n" + "".join(f"    {one},\n" for one in shown) + f"){end}"
 
 
-def _plain(value: Any) -> str:
-    """An annotation or a parameter without the quotes and module names that Python shows it with."""
-    text = value if isinstance(value, str) else inspect.formatannotation(value) if isinstance(value, type) else str(value)
-    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
-    return re.sub(r"<factory>|<.*? object at 0x[0-9a-f]+>", "...", text).replace("'", '"')
+def _parameter(one: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(one.kind, "")
+    kind = "" if one.annotation is one.empty else f": {_plain(one.annotation)}"
+    default = "" if one.default is one.empty else f"{' = ' if kind else '='}{_value(one.default)}"
+    return f"{stars}{one.name}{kind}{default}"
+
+
+def _plain(annotation: Any) -> str:
+    """An annotation without the names of modules."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Za-z])", "", text)
+
+
+def _value(value: Any) -> str:
+    """A default as one would write it; what has no such form is three dots."""
+    text = repr(value)
+    return "..." if text.startswith("<") or " object at 0x" in text or len(text) > 60 else text.replace("'", '"')

@@ -1,7 +1,7 @@
 """What mkdocs cannot do by itself: pages made from the code, and links from docs/ into the rest of the repository.
 
-A page of docs/ is read on the site and in the repository. Its links are written for the repository (``../results/x.md``);
-here they are led to copies that the site holds: of Markdown a page, of other files the file.
+A page of docs/ is read on the site and in the repository. Its links are written for the repository
+(``../results/x.md``); here they are led to copies that the site holds: of Markdown a page, of other files the file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 log = get_plugin_logger("flyby")
 ROOT = Path(__file__).parents[2]
 PROJECT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
+ALONE = ("index.md", "tutorial.md", "faq.md")  # pages without others beside them in the navigation
 LINK = re.compile(r"(\]\()([^()\s]+)(\))")
 FENCE = re.compile(r"(^ *```.*?^ *```$)", flags=re.S | re.M)
 CODE = re.compile(r"(`[^`\n]+`)")
@@ -34,13 +35,13 @@ def on_config(config: Any) -> Any:
     _made.update(method_pages.pages(ROOT) | reference_pages.pages() | {"results/index.md": _results()})
     for title, entries in ((title, value) for item in config.nav for title, value in item.items()):
         if title == "Methods":
-            entries.append({"Each method": sorted(a for a in _made if a.startswith("methods/"))})
-            entries.append({"Other server rules": sorted(a for a in _made if a.startswith("rules/"))})
+            entries.append({"Each method": [a for a in _made if a.startswith("methods/")]})
+            entries.append({"Other server rules": [a for a in _made if a.startswith("rules/")]})
         if title == "Reference":
             entries[:0] = [address for address in _made if address.startswith("reference/")]
         if title == "Project":
-            tables = sorted((ROOT / "results").glob("*.md"))
-            entries.append({"Results": ["results/index.md", *(f"results/{path.name}" for path in tables)]})
+            tables = [{path.stem: f"results/{path.name}"} for path in sorted((ROOT / "results").glob("*.md"))]
+            entries.append({"Results": ["results/index.md", *tables]})
     return config
 
 
@@ -63,6 +64,10 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links as the site has them; a blank line before a list, which GitHub does not ask for."""
     here = page.file.src_uri
+    if here in ALONE:
+        page.meta["hide"] = ["navigation"]
+    if here.startswith("results/"):
+        page.meta["search"] = {"exclude": True}  # rows of numbers: their studies are found by the pages about them
     if here in _made:
         return markdown
     base = _origin.get(here, f"docs/{here}")

@@ -13,6 +13,7 @@ from factories import call
 from flyby.models.lite import lite_file
 
 DOCS = Path(__file__).parents[2] / "docs"
+QUICKER = {"run": ("--engine", "inline"), "fuse": ("--no-export",)}  # no processes; no model.pt2, which others test
 needs_backbone = pytest.mark.skipif(lite_file("efficientnet-lite0") is None, reason="needs the extra backbones")
 
 
@@ -42,7 +43,7 @@ def follow(page: str, *leave: str) -> list[str]:
         program, *words = shlex.split(command)
         if program != "flyby" or words[0] in ("serve", "export", *leave):
             continue  # what never ends, and what tests/deploy does with every rule
-        answer = call(*words, *(("--engine", "inline") if words[0] == "run" else ()))
+        answer = call(*words, *QUICKER.get(words[0], ()))
         assert answer.code == (2 if any(line.startswith("flyby: ") for line in shown) else 0), (command, answer.err)
         said = [" ".join(line.split()) for line in (answer.out + answer.err).splitlines()]
         for line in shown:
