@@ -47,7 +47,7 @@ bench: $(STAMP)
 	$(BIN)/flyby bench
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open it in a browser: build/site/index.html"
 
 clean:
