@@ -7,7 +7,7 @@ DEMO := demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage lint bench clean
+.PHONY: help setup demo test coverage lint bench docs clean
 
 help:
 	@echo "make setup     create .venv and install flyby with its development tools"
@@ -16,6 +16,7 @@ help:
 	@echo "make coverage  all tests, and which lines they reach; at least 90 %"
 	@echo "make lint      ruff and mypy only"
 	@echo "make bench     flyby's training loop against its limit and an ordinary DataLoader script"
+	@echo "make docs      the documentation as a site that can be read from a disk: build/site/index.html"
 	@echo "make clean     remove .venv, caches and the demo"
 
 setup: $(STAMP)
@@ -23,7 +24,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "flyby needs Python 3.11 or newer; name one with PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[dev,prune,track,ray,flower,privacy,tiff,onnx,space,backbones]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[dev,prune,track,ray,flower,privacy,tiff,onnx,space,backbones,docs]"
 	touch $@
 
 demo: $(STAMP)
@@ -44,6 +45,10 @@ coverage: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/flyby bench
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Open it in a browser: build/site/index.html"
 
 clean:
 	rm -rf .venv $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

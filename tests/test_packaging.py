@@ -23,6 +23,7 @@ from flyby import __version__
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "results", "src", "tests")
 FILES = ("Makefile", "constraints.txt", "pyproject.toml", "LICENSE", "README.md", "CITATION.cff", "MANIFEST.in")
+FILES += ("mkdocs.yml",)
 LITTER = ("__pycache__", "*.egg-info", "build")
 
 
