@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from factories import make_images
 from flyby.data.site import Part, Site
 from flyby.errors import BadInput
+from flyby.fusion import evaluation
 from flyby.fusion.predictor import Single, export_program
 from flyby.models import ModelSpec, backbones, lite
 from flyby.models.backbones import Backbone, Frozen, Named, keep, known, network_of, seen_as
@@ -25,6 +26,7 @@ from flyby.models.features import OverFeatures, features_of, pooled_of
 from flyby.objectives import OBJECTIVES
 from flyby.parcels import parcel
 from flyby.parcels.inbox import Inbox
+from flyby.rng import generator
 from flyby.runs.backbones import backbone_at, own
 from flyby.runs.config import make_config, plan
 from flyby.runs.pipeline import Options, run
@@ -184,6 +186,22 @@ def test_features_are_computed_once_and_kept_by_content(monkeypatch: pytest.Monk
     pooled_of(standing(drawn(), mean=(0.1,), std=(0.3,)).build(), images)
     assert sum(passes) == 3 * 304
     assert pooled_of(TINY.build(), images) is None
+
+
+def test_all_members_on_one_backbone_share_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = list[int]()
+    monkeypatch.setattr(
+        evaluation, "pooled_of", lambda network, images: looked.append(len(images)) or pooled_of(network, images)
+    )
+    spec, images = standing(drawn(), projector=(5,)), site(12).train.images
+    members = [spec.build(generator(seed)).eval() for seed in range(3)]
+    looks = evaluation.Looks()
+    for network in members:
+        with torch.no_grad():
+            wanted = network.features(network.prepare(images))
+        assert torch.allclose(looks.features(network, images, "cpu"), wanted, atol=1e-5)
+    assert looked == [12]
+    assert len(looks.seen) == 1, "heads are not what is remembered"
 
 
 def test_an_image_whose_features_are_not_finite_is_named() -> None:

@@ -19,7 +19,7 @@ from flyby.fusion.predictor import Predictor
 from flyby.fusion.quality import calibration_error
 from flyby.models import Network
 from flyby.models.cost import at_once
-from flyby.models.features import features_of
+from flyby.models.features import features_of, pooled_of
 from flyby.models.heads import HEADS
 from flyby.models.shifts import WAYS
 
@@ -41,6 +41,9 @@ class Looks:
     ) -> Tensor:
         """``network.features`` (or what is ``shown``) of uint8 images [N, H, W, C], computed in batches and kept on the
         host. ``name`` is the images' digest where the caller has it: taking it costs as much as a small network."""
+        if network.spec.backbone is not None:
+            network.to(device).eval()
+            return features_of(network, images, pooled=self._of_backbone(network, images, device, name)).cpu()
         shown = shown and bool(network.head.shift)
         key = (network.identity, name or digest_of(images), str(device), str(shown)) if network.identity else ()
         if key in self.seen:
@@ -48,14 +51,22 @@ class Looks:
             return self.seen[key]
         network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network.eval()
-        if network.spec.backbone is not None:
-            found = features_of(network, images).cpu()
-        else:
-            pieces, look = (
-                torch.split(images, at_once(network.spec, BATCH, device)),
-                network.shown if shown else network.features,
-            )
-            found = torch.cat([look(network.spec.prepare(piece.to(device))).cpu() for piece in pieces])
+        pieces = torch.split(images, at_once(network.spec, BATCH, device))
+        look = network.shown if shown else network.features
+        return self._kept(key, torch.cat([look(network.spec.prepare(piece.to(device))).cpu() for piece in pieces]))
+
+    def _of_backbone(self, network: Network, images: Tensor, device: torch.device | str, name: str) -> Tensor | None:
+        """What the frozen part of its backbone gives, the same for all networks that stand on it; None: not kept."""
+        assert network.spec.backbone is not None
+        normalised = ", ".join(str(v.tolist()) for v in network.statistics("cpu"))
+        key = (network.spec.backbone.model_dump_json(), normalised, name or digest_of(images), str(device))
+        if key in self.seen:
+            self.seen.move_to_end(key)
+            return self.seen[key]
+        found = pooled_of(network, images)
+        return None if found is None else self._kept(key, found)
+
+    def _kept(self, key: tuple[str, ...], found: Tensor) -> Tensor:
         if key and found.nbytes <= self.most:
             self.seen[key] = found
             while sum(one.nbytes for one in self.seen.values()) > self.most:

@@ -28,11 +28,12 @@ MOST = 4 << 30  # bytes that are held of one set of images; where it would be mo
 
 
 @torch.no_grad()
-def features_of(network: Network, images: Tensor, label: str = "") -> Tensor:
+def features_of(network: Network, images: Tensor, label: str = "", pooled: Tensor | None = None) -> Tensor:
     """``network.features`` of a site's images ``[N, H, W, C]``, in pieces: float32 ``[N, d]`` on the network's device.
-    Those of a frozen backbone come from the cache where they are known. ``label`` says whose images they are."""
+    Those of a frozen backbone come from the cache where they are known; ``pooled`` is what it gave where the caller
+    has that. ``label`` says whose images they are."""
     device = next(network.parameters()).device
-    pooled = pooled_of(network, images, label)
+    pooled = pooled_of(network, images, label) if pooled is None else pooled
     if pooled is None:
         pieces = torch.split(images, at_once(network.spec, 512, device))
         return torch.cat([network.features(network.prepare(piece.to(device))).float() for piece in pieces])
