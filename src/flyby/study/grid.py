@@ -332,7 +332,11 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         if value
     }
     if cell.rounds is not None:
-        threat |= {"one_shot": False, "rounds": cell.rounds.rounds, "bytes_down": result.get("bytes_down")}
+        threat |= {
+            "one_shot": cell.rounds.rounds == 1,
+            "rounds": cell.rounds.rounds,
+            "bytes_down": result.get("bytes_down"),
+        }
     if cell.config.server_seed is not None:
         threat["server_seed"] = cell.config.server_seed
     if cell.config.judge != "test":
