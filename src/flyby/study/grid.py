@@ -300,31 +300,33 @@ def lost(folder: Path, error: Diverged, seconds: float, device: str) -> dict[str
     }
 
 
+KEPT = (  # of a result, in a row
+    "accuracy",
+    "accuracy_common",
+    "teacher_accuracy",
+    "split_hash",
+    "seconds",
+    "timings",
+    "trained",
+    "model",
+    "epochs",
+    "clients",
+    "uploads",
+    "bytes_up",
+    "consistency",
+    "hardware",
+    "versions",
+    "diverged",
+    "attack_success",
+    "by_round",
+    "by_hour",
+    "contacts",
+    "checkpoints",
+    "lambda",
+)
+
+
 def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
-    kept = (
-        "accuracy",
-        "accuracy_common",
-        "teacher_accuracy",
-        "split_hash",
-        "seconds",
-        "timings",
-        "trained",
-        "model",
-        "epochs",
-        "clients",
-        "uploads",
-        "bytes_up",
-        "consistency",
-        "hardware",
-        "versions",
-        "diverged",
-        "attack_success",
-        "by_round",
-        "by_hour",
-        "contacts",
-        "checkpoints",
-        "lambda",
-    )
     own, alone = result.get("per_client"), result.get("local_accuracy")
     threat: dict[str, Any] = {
         name: value
@@ -357,7 +359,7 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "split": cell.config.split.name,
         "alpha": cell.config.split.alpha,
         "seed": cell.config.seed,
-        **{k: result[k] for k in kept if k in result},
+        **{k: result[k] for k in KEPT if k in result},
         "own_accuracy": sum(own.values()) / len(own) if own else None,
         **({"local_accuracy": sum(alone.values()) / len(alone)} if alone else {}),
         **threat,
