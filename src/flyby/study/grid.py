@@ -305,31 +305,33 @@ def lost(folder: Path, error: Diverged, seconds: float, device: str) -> dict[str
     }
 
 
+KEPT = (  # of a result, in a row
+    "accuracy",
+    "accuracy_common",
+    "teacher_accuracy",
+    "split_hash",
+    "seconds",
+    "timings",
+    "trained",
+    "model",
+    "epochs",
+    "clients",
+    "uploads",
+    "bytes_up",
+    "consistency",
+    "hardware",
+    "versions",
+    "diverged",
+    "attack_success",
+    "by_round",
+    "by_hour",
+    "contacts",
+    "checkpoints",
+    "lambda",
+)
+
+
 def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
-    kept = (
-        "accuracy",
-        "accuracy_common",
-        "teacher_accuracy",
-        "split_hash",
-        "seconds",
-        "timings",
-        "trained",
-        "model",
-        "epochs",
-        "clients",
-        "uploads",
-        "bytes_up",
-        "consistency",
-        "hardware",
-        "versions",
-        "diverged",
-        "attack_success",
-        "by_round",
-        "by_hour",
-        "contacts",
-        "checkpoints",
-        "lambda",
-    )
     own, alone = result.get("per_client"), result.get("local_accuracy")
     threat: dict[str, Any] = {
         name: value
@@ -337,7 +339,11 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         if value
     }
     if cell.rounds is not None:
-        threat |= {"one_shot": False, "rounds": cell.rounds.rounds, "bytes_down": result.get("bytes_down")}
+        threat |= {
+            "one_shot": cell.rounds.rounds == 1,
+            "rounds": cell.rounds.rounds,
+            "bytes_down": result.get("bytes_down"),
+        }
     if cell.config.server_seed is not None:
         threat["server_seed"] = cell.config.server_seed
     if cell.config.judge != "test":
@@ -358,7 +364,7 @@ def row_of(name: str, cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "split": cell.config.split.name,
         "alpha": cell.config.split.alpha,
         "seed": cell.config.seed,
-        **{k: result[k] for k in kept if k in result},
+        **{k: result[k] for k in KEPT if k in result},
         "own_accuracy": sum(own.values()) / len(own) if own else None,
         **({"local_accuracy": sum(alone.values()) / len(alone)} if alone else {}),
         **threat,

@@ -1,4 +1,4 @@
-"""What many rounds would give on the same split: a baseline for studies, and not one-shot.
+"""What many rounds would give on the same split: a baseline for studies, and from two rounds on not one-shot.
 
 R rounds of local training and averaging over one saved split, from the same start, with the same views, schedule and
 test images as one upload has:
@@ -63,7 +63,7 @@ class RoundSettings(BaseModel):
         epochs = self.local(build(TrainSettings, config.train, "train").epochs)
         strength = f" mu={self.mu:g}" if self.kind == "fedprox" else ""
         counted = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((self.rounds, "round"), (epochs, "epoch")))
-        return f"{self.kind}{strength}, {' of '.join(counted)} (not one-shot)"
+        return f"{self.kind}{strength}, {' of '.join(counted)}{' (not one-shot)' * (self.rounds > 1)}"
 
 
 def round_settings(words: str) -> RoundSettings:
