@@ -17,8 +17,10 @@ from flyby.errors import BadInput
 from flyby.files import read_json
 from flyby.fusion.evaluation import LOOKS, Looks, own_accuracy, per_class, recall_at, scores_of, weighted_figures
 from flyby.fusion.predictor import load_predictor
+from flyby.runs.config import make_config
 from flyby.runs.judge import Common, series
 from flyby.runs.paired import EXACT, Paired, mean_error, sign_flip
+from flyby.runs.pipeline import Options, run
 from flyby.runs.population import evaluated
 
 # -- figures
@@ -264,3 +266,12 @@ def test_every_site_may_start_from_weights_of_its_own(tmp_path: Path, data: Path
         assert ("drift" in result_of(out)["consistency"]) == (init == "shared"), "from a start that nobody had"
     assert all(first["shared"])
     assert not any(first["own"])
+
+
+def test_a_site_that_sent_sums_is_judged_by_what_they_give(tmp_path: Path) -> None:
+    """The network in such an upload learned nothing and answers by chance."""
+    words = {"data": {"name": "digits"}, "split": {"clients": 2, "alpha": 100.0}}
+    result = run(make_config("ridge", model="mlp", **words), tmp_path / "run", Options(quiet=True, keep=False))
+    alone = result.to_json()["local_accuracy"]
+    assert min(alone.values()) > 0.7
+    assert min(alone.values()) > result.accuracy - 0.15

@@ -28,6 +28,7 @@ from flyby.fusion.predictor import Predictor, Single
 from flyby.parcels.inbox import Inbox
 from flyby.rng import legacy_numpy
 from flyby.runs.metrics import consistency
+from flyby.runs.quality import closed_form, own_predictor
 
 PROBE = 512  # images on which clients' features are compared
 MANY = 20  # more clients than this are not compared pair by pair
@@ -141,10 +142,12 @@ class Judge:
         return series(len(self.split.shares[name].test), len(self.common), local, rounds)
 
     def alone(self, sent: Inbox) -> dict[str, Seen]:
-        """Each participant's own model, in the split's order."""
+        """Each participant's own model, in the split's order; what its sums alone give, where it sent those."""
         found = {}
-        for manifest, network in zip(sent.manifests, sent.networks(), strict=True):
-            single = Single([manifest.spec], manifest.class_names, [network])
+        for place, (manifest, network) in enumerate(zip(sent.manifests, sent.networks(), strict=True)):
+            single: Predictor = Single([manifest.spec], manifest.class_names, [network])
+            if closed_form(manifest):
+                single = own_predictor(sent.read(place), self.device)
             found[manifest.sender] = self.look(single, [manifest.sender])
         return {name: found[name] for name in self.split.shares}
 

@@ -70,11 +70,15 @@ def answering(path: Path, predictor: Predictor, device: str = "cpu") -> Predicto
     if not path.is_file():
         return predictor
     item = parcel.read(path)
-    method = method_of(item.manifest.method)
+    rule = closed_form(item.manifest)
+    return predictor if rule is None else tempered(own_predictor(item, device), [item.manifest], rule())
+
+
+def closed_form(manifest: Manifest) -> type[ClosedForm] | None:
+    """The rule that the sums of an upload are for; None where it has a network that learned, or sums under masks."""
+    method = method_of(manifest.method)
     rule = FUSIONS[method.fusion] if method is not None and method.fusion else None
-    if rule is None or not issubclass(rule, ClosedForm) or is_masked(item.manifest):
-        return predictor
-    return tempered(own_predictor(item, device), [item.manifest], rule())
+    return rule if rule is not None and issubclass(rule, ClosedForm) and not is_masked(manifest) else None
 
 
 def look(item: Parcel, site: Site, device: str) -> Seen:
