@@ -78,12 +78,17 @@ def run_bars(
             va="center",
             weight="bold" if best else "normal",
         )
-    axes.set_yticks(rows, labels, color=INK)
+    per_cent(axes, labels)
+    return figure
+
+
+def per_cent(axes: Axes, labels: Sequence[str]) -> None:
+    """Lying bars with these names, from 0 to 100 %."""
+    axes.set_yticks(range(len(labels)), labels, color=INK)
     axes.set(xlim=(0, 100), ylim=(len(labels) - 0.5, -0.5))
     axes.set_xticks(range(0, 101, 20), [f"{tick} %" for tick in range(0, 101, 20)])
     axes.grid(axis="x")
     axes.spines["bottom"].set_visible(False)
-    return figure
 
 
 @Drawing

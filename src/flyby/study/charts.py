@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flyby.drawing import ACCENT, INK, NARROW, PALETTE, QUIET, Drawing, canvas, clean, place_axes, room, wide
 from flyby.errors import BadInput
 from flyby.files import write_bytes, write_text
+from flyby.report.figures import per_cent
 from flyby.study.grid import Standing
 from flyby.study.tables import Group, Shown, grouped
 
@@ -143,11 +144,7 @@ def bars(names: Sequence[str], points: Sequence[Point], title: str) -> Figure:
             axes.plot((mean - std, mean + std), (row, row), color=INK, linewidth=1.2, marker="|", markersize=6)
         where: dict[str, Any] = {"va": "center", "weight": "bold" if mine else "normal"}
         axes.annotate(f"{mean:.1f}", (mean + (std or 0.0), row), (6, 0), "data", "offset points", **where)
-    axes.set_yticks(range(len(labels)), labels, color=INK)
-    axes.set(xlim=(0, 100), ylim=(len(labels) - 0.5, -0.5))
-    axes.set_xticks(range(0, 101, 20), [f"{tick} %" for tick in range(0, 101, 20)])
-    axes.grid(axis="x")
-    axes.spines["bottom"].set_visible(False)
+    per_cent(axes, labels)
     return figure
 
 
