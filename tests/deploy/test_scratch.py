@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,3 +92,19 @@ def test_another_users_folder_is_not_touched(place: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
     assert take_dead("flyby-sites") == []
     assert left.exists()
+
+
+def test_a_folder_that_somebody_still_writes_into_goes_when_he_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, late = shutil.rmtree, [1, 2]
+
+    def hindered(path: Path, **words: bool) -> None:
+        removed(path, **words)
+        if late and late.pop():
+            path.mkdir()
+            (path / "state.db").touch()
+
+    monkeypatch.setattr(shutil, "rmtree", hindered)
+    one = Scratch("flyby-sites")
+    one.close()
+    assert not one.path.exists()
+    assert not late

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -17,6 +18,7 @@ from typing import IO
 from flyby.files import open_lock
 
 MARK = ".flyby-owner"  # locked for as long as the folder's process lives: the system lets go of it whatever ends that
+PATIENCE = 5.0  # seconds in which a folder must go
 
 
 class Scratch:
@@ -32,7 +34,12 @@ class Scratch:
         os.replace(self.path / f"{MARK}.new", self.path / MARK)  # nobody sees a mark that is not held yet
 
     def close(self) -> None:
+        """Take the folder away. A program that is just ending may still write into it, so it is tried for a while."""
+        limit = time.monotonic() + PATIENCE
         shutil.rmtree(self.path, ignore_errors=True)
+        while self.path.exists() and time.monotonic() < limit:
+            time.sleep(0.05)
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
     def __enter__(self) -> Path:
