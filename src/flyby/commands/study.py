@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flyby.commands.common import Device, Formats, Json, Quiet, say
 from flyby.errors import BadInput
+
+if TYPE_CHECKING:
+    from flyby.study.grid import Standing
 
 
 def study(
@@ -62,7 +65,6 @@ def study(
         raise BadInput("--against names what --pairs compares with; add --pairs")
     from flyby.study.grid import merge as merge_rows
     from flyby.study.grid import run_study, standing
-    from flyby.study.tables import sheet
     from flyby.study.writers import formats as chosen
     from flyby.study.writers import markdown, write_sheet
 
@@ -77,12 +79,7 @@ def study(
             grid, rows, work, data_root=data_root, engine=engine, device=device, limit=limit, quiet=quiet
         )
         now = standing(grid, rows, now.cells)
-    written = write_sheet(sheet(now, rows), rows.with_suffix(""), asked)
-    if "lambda" in grid.shows:
-        from flyby.study.measures import draw
-
-        written += draw(now.rows, rows.with_suffix(".svg"))
-    shown = []
+    written, shown = _tables(now, rows, asked), list[str]()
     if pairs:
         from flyby.study.pairs import pairs as compared
 
@@ -98,6 +95,16 @@ def study(
     facts |= {"files": [str(path) for path in written]} if len(written) > 1 else {}
     told = _told(done, before, left, merged if merge else None)
     say(facts, as_json, "\n".join([f"{told}; table written to {', '.join(map(str, written))}", *shown]))
+
+
+def _tables(now: Standing, rows: Path, asked: list[str]) -> list[Path]:
+    """The study's tables beside its rows, with the figure that some of them have."""
+    from flyby.study.measures import draw
+    from flyby.study.tables import sheet
+    from flyby.study.writers import write_sheet
+
+    written = write_sheet(sheet(now, rows), rows.with_suffix(""), asked)
+    return written + (draw(now.rows, rows.with_suffix(".lambda.svg")) if "lambda" in now.study.shows else [])
 
 
 def _told(done: int, before: int, left: int, merged: int | None) -> str:

@@ -93,13 +93,15 @@ def write_charts(now: Standing, folder: Path) -> list[Path]:
     paths = []
     for chart in charts(now):
         draw, words = chart.drawn()
-        svg = draw(chart.stem, chart.spoken, *words)
-        # A paper of its own: in a page that is dark its letters would be lost.
-        paper = re.sub(r"(<svg[^>]*>)", r'\1<rect width="100%" height="100%" fill="#ffffff"/>', svg, count=1)
         paths += [folder / f"{chart.stem}.svg", folder / f"{chart.stem}.pdf"]
-        write_text(paths[-2], paper + "\n")
+        write_text(paths[-2], on_paper(draw(chart.stem, chart.spoken, *words)))
         write_bytes(paths[-1], draw.pdf(*words))
     return paths
+
+
+def on_paper(svg: str) -> str:
+    """The text of a file: on white paper, for in a page that is dark its letters would be lost."""
+    return re.sub(r"(<svg[^>]*>)", r'\1<rect width="100%" height="100%" fill="#ffffff"/>', svg, count=1) + "\n"
 
 
 def _stem(name: str, group: Group, groups: list[Group]) -> str:

@@ -1,0 +1,76 @@
+"""The figures of docs/findings.md, drawn from the rows in results/: run it again when these rows change.
+
+    python benchmarks/findings_figures.py
+
+writes docs/images/findings-*.svg.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+from flyby.files import write_text
+from flyby.runs.paired import mean_error
+from flyby.study.catalogue import read_study
+from flyby.study.charts import Point, bars, charts, on_paper
+from flyby.study.grid import read_rows, standing
+
+ROOT = Path(__file__).parents[1]
+RESULTS, IMAGES = ROOT / "results", ROOT / "docs" / "images"
+RECIPES = {  # what is asked for beside float64 sums, in the order of docs/backbones.md
+    "plain": set[str](),
+    "mirrored": {"model.looks"},
+    "mirrored, all layers": {"model.looks", "model.layers", "fusion.even"},
+    "mirrored, all layers, 4,000 random": {"model.looks", "model.layers", "fusion.even", "random"},
+    "the same, lambda 0.001": {"model.looks", "model.layers", "fusion.even", "random", "fusion.lam"},
+}
+
+
+def fol() -> dict[str, Point]:
+    """Accuracy on common images over the judged nodes, with its standard error; -a: the ensemble answers."""
+    rows = {row["method"]: row["by_round"].values() for row in read_rows(RESULTS / "fol-hurricane-place.jsonl")}
+    found = {"local": [node["common"]["local"] for node in rows["fol"]]}
+    for way, end in (("student", ""), ("teacher", "-a")):
+        found |= {f"{m}{end}": [node["common"][way][-1] for node in rows[m]] for m in ("fol", "fol-plus")}
+    points = {name: mean_error([100 * value for value in values]) for name, values in found.items()}
+    return dict(sorted(points.items(), key=lambda item: item[1][0]))
+
+
+def recipes() -> dict[str, Point]:
+    """Ridge over one backbone; every split must give the same."""
+    found: dict[str, set[float]] = {name: set() for name in RECIPES}
+    for row in read_rows(RESULTS / "backbones-recipes.jsonl"):
+        asked = {word for word in set.union(*RECIPES.values()) if f"{word}=" in row["variant"]}
+        found[next(name for name, words in RECIPES.items() if words == asked)].add(100 * row["accuracy"])
+    assert all(len(values) == 1 for values in found.values()), "a split made a difference"
+    return {name: (fmean(values), None) for name, values in found.items()}
+
+
+def drawings() -> dict[str, str]:
+    """Every figure by its name."""
+    made = {}
+    for name, study in (("rules", "aurora-cifar10"), ("rounds", "rounds-digits")):
+        (chart,) = charts(standing(read_study(study)[1], RESULTS / f"{study}.jsonl"))
+        draw, words = chart.drawn()
+        made[name] = on_paper(draw(chart.stem, chart.spoken, *words))
+    for name, title, points in (
+        ("fol", "FOL on Hurricane, common images, 12 nodes, with standard errors", fol()),
+        ("backbones", "Closed form over efficientnet-lite2 on CIFAR-10, any split", recipes()),
+    ):
+        spoken = f"{title}: " + "; ".join(f"{line} {mean:.1f} %" for line, (mean, _) in points.items())
+        made[name] = on_paper(bars(f"findings-{name}", spoken, [*points], [*points.values()], title))
+    return made
+
+
+def main() -> None:
+    for name, svg in drawings().items():
+        write_text(IMAGES / f"findings-{name}.svg", svg)
+    shutil.copy(RESULTS / "aurora-lambda-digits.lambda.svg", IMAGES / "findings-lambda.svg")
+    print(json.dumps(sorted(path.name for path in IMAGES.glob("findings-*.svg"))))
+
+
+if __name__ == "__main__":
+    main()

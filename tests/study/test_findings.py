@@ -1,0 +1,26 @@
+"""The figures of docs/findings.md say what the rows say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LABEL = re.compile(r'aria-label="([^"]*)"')
+
+
+def test_figures_are_those_of_the_rows() -> None:
+    """Their labels, which hold every number; how letters are drawn may differ between machines."""
+    made = runpy.run_path(str(ROOT / "benchmarks" / "findings_figures.py"))["drawings"]()
+    kept = {name: (ROOT / "docs" / "images" / f"findings-{name}.svg").read_text() for name in made}
+    assert {n: LABEL.findall(svg) for n, svg in kept.items()} == {n: LABEL.findall(svg) for n, svg in made.items()}
+    assert all(len(LABEL.findall(svg)) == 1 for svg in made.values())
+
+
+def test_the_page_shows_every_figure() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text()
+    shown = set(re.findall(r"images/(findings-\w+\.svg)", page))
+    assert shown == {path.name for path in (ROOT / "docs" / "images").glob("findings-*.svg")}
+    lent = (ROOT / "results" / "aurora-lambda-digits.lambda.svg").read_text()
+    assert (ROOT / "docs" / "images" / "findings-lambda.svg").read_text() == lent
