@@ -270,29 +270,43 @@ def voice(value: float, table: Tensor, c: int, reliable: bool) -> float:
         {"negatives": "worst", "reliability": False},
         {"negatives": "none", "exponent": 0.0, "power": 0.5},
         {"negatives": "none", "features": "standardised", "sharpness": 4.0},
+        {"crowd": 0.7, "norms": 2.0, "enough": 5.0},
+        {"negatives": "none", "features": "standardised", "crowd": 1.0},
     ],
 )
 def test_best_against_a_plain_loop(heads: tuple[str, ...], settings: dict[str, Any]) -> None:
     parcels, x, chosen = inbox(*heads), asked(), BestSettings(**settings)
     found = scores(Best(chosen).fuse(Inbox(parcels)), x)
     expected = torch.zeros(len(x), 3, dtype=torch.float64)
-    power = 1.0 if chosen.power is None else chosen.power
+    power, whole = (
+        1.0 if chosen.power is None else chosen.power,
+        sum(math.sqrt(item.manifest.samples) for item in parcels),
+    )
+
+    def worth(n: int) -> float:
+        return n**power if chosen.enough is None else n / (n + chosen.enough)
+
     for k, item in enumerate(parcels):
         looks, rows = seen(item.network(), x), rows_of(item)
         if chosen.features == "standardised":
             mean, std = item.extras["moments.mean"].double(), item.extras["moments.std"].double()
             looks = [(one - mean) / torch.maximum(std, FLOOR * std.mean()) for one in looks]
         held = [c for c in range(3) if COUNTS[k][c]]
+        of_all = [float(item.extras[f"moments.{name}"].double().square().sum()) for name in ("mean", "std")]
         for n in range(len(x)):
+            squares = sum(float(one[n].square().sum()) for one in looks) / len(looks)
+            loud = (math.sqrt(squares) / math.sqrt(sum(of_all))) ** chosen.norms
             said = {c: sum(cos(looks[r][n], rows[r][c]) for r in range(len(looks))) / len(looks) for c in range(3)}
             for c in held:
-                share = COUNTS[k][c] ** power / sum(counts[c] ** power for counts in COUNTS if counts[c])
+                share = worth(COUNTS[k][c]) / sum(worth(counts[c]) for counts in COUNTS if counts[c])
                 certain = math.exp(chosen.sharpness * said[c]) / sum(math.exp(chosen.sharpness * said[j]) for j in held)
                 if chosen.negatives == "none":
                     one = (1 + said[c]) / 2
                 else:
                     one = voice(said[c], calibration_of(item, chosen.negatives), c, chosen.reliability)
-                expected[n, c] += share * (one * certain**chosen.exponent + 1e-3 * said[c])
+                expected[n, c] += loud * share * (one * certain**chosen.exponent + 1e-3 * said[c])
+            for c in range(3):
+                expected[n, c] += loud * chosen.crowd * math.sqrt(item.manifest.samples) / whole * said[c]
     assert torch.allclose(found, expected, atol=2e-5)
 
 
@@ -309,6 +323,9 @@ def test_calibration_is_of_raw_features() -> None:
     assert Best().needs == {"weights", "class_counts", "prototypes", "calibration"} == Best.needs
     assert "foreign" in Best(BestSettings(negatives="worst")).needs
     assert "calibration" not in Best(BestSettings(negatives="none")).needs
+    assert "moments" in Best(BestSettings(norms=1)).needs
+    with pytest.raises(BadInput, match="standardised features have no usual length"):
+        Best(BestSettings(negatives="none", features="standardised", norms=1))
 
 
 @pytest.mark.parametrize("rule", ["best", "standardised", "experts"])
@@ -356,6 +373,7 @@ def test_other_rules_look_at_images_as_they_are(rule: str) -> None:
     "rule",
     [
         Best(BestSettings(negatives="none", features="standardised")),
+        Best(BestSettings(crowd=1, norms=1)),
         Standardised(StandardisedSettings(moments="batch")),
     ],
 )

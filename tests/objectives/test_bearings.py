@@ -18,11 +18,12 @@ from flyby.models import ModelSpec
 from flyby.models.anchors import simplex_etf
 from flyby.models.heads import cosine, directions, shown_directions
 from flyby.models.shifts import SHIFTS, WAYS, shifted, spread, ways_of
-from flyby.objectives import bearings
+from flyby.objectives import shifting
 from flyby.objectives.base import Batch
-from flyby.objectives.bearings import Bearings, BearingsSettings, told_apart
+from flyby.objectives.bearings import Bearings, BearingsSettings
 from flyby.objectives.fedsra import FedSra, FedSraSettings
 from flyby.objectives.salt import Salt, SaltSettings, supcon
+from flyby.objectives.shifting import told_apart
 from flyby.rng import generator
 from flyby.training.settings import TrainSettings
 
@@ -172,13 +173,13 @@ def test_a_site_falls_back_and_says_so(caplog: pytest.LogCaptureFixture, monkeyp
     def never(*_: object) -> tuple[float, int]:
         raise AssertionError("nobody needs to look")
 
-    monkeypatch.setattr(bearings, "told_apart", never)
+    monkeypatch.setattr(shifting, "told_apart", never)
     assert sent(lamps(), labels, BearingsSettings(shift="none")).head == "prototype"
 
 
 def test_few_images_must_be_told_better(monkeypatch: pytest.MonkeyPatch) -> None:
     for judged, head in ((9, "prototype"), (13, "turns")):  # 1/4 + 2 sqrt(3/16/n) is .539 and .490
-        monkeypatch.setattr(bearings, "told_apart", lambda *_, n=judged: (0.5, n))
+        monkeypatch.setattr(shifting, "told_apart", lambda *_, n=judged: (0.5, n))
         objective = Bearings(BearingsSettings())
         spec = Bearings.adapt_spec(SPEC, objective.settings)
         assert objective.fitted(spec, site_of(lamps(), torch.zeros(120, dtype=torch.int64)), 0).head == head
@@ -235,3 +236,55 @@ def test_fedsra_keeps_its_anchors_and_sends_its_moments() -> None:
     assert float(item.weights["head.scale"]) == pytest.approx(10.0)
     assert item.extras["moments.mean"].shape == (5,)
     assert item.manifest.meta["anchor_seed"] == 3
+
+
+# -- FedSRA's anchors for every way
+
+
+WIDE = SPEC.replace(widths={"conv1": 4, "conv2": 5, "conv3": 16})
+
+
+def test_fedsra_with_turns_is_fedsra_on_class_and_way() -> None:
+    """The same images, turned by hand, under FedSRA on a network that really has twelve classes."""
+    settings = FedSraSettings(dim=0, shift="turns", anchor_seed=2)
+    network, objective = FedSra.adapt_spec(WIDE, settings).build(generator(5)).train(), FedSra(settings)
+    site = site_of(lamps(24), torch.ones(24, dtype=torch.int64))  # of one class, and yet it has ways to tell apart
+    objective.prepare(network, site, 0)
+    plain = FedSraSettings(dim=0, anchor_seed=2)
+    twelve, other = FedSra.adapt_spec(WIDE.replace(classes=12), plain).build(generator(9)).train(), FedSra(plain)
+    twelve.load_state_dict(
+        {**twelve.state_dict(), **{k: v for k, v in network.state_dict().items() if "head" not in k}}
+    )
+    other.prepare(twelve, site_of(noise(24), torch.arange(24) % 12, tuple("abcdefghijkl")), 0)
+    labels, images = torch.tensor([1, 1, 1, 1, 1, 1]), torch.randn(12, 2, 8, 8, generator=generator(3))
+    terms = objective.loss(network, Batch(images, labels.repeat(2), 2), torch.tensor(0.5))
+    turned = torch.stack([image.rot90(i % 6 % 4, (1, 2)) for i, image in enumerate(images)])
+    joint = torch.tensor([3 * (i % 4) + 1 for i in range(6)])
+    expected = other.loss(twelve, Batch(turned, joint.repeat(2), 2), torch.tensor(0.5))
+    assert terms.total.item() == pytest.approx(expected.total.item(), rel=1e-5)
+    assert torch.equal(shown_directions(network).flatten(0, 1), simplex_etf(12, 16, 2))
+
+
+def test_all_sites_share_one_simplex_whether_they_show_ways_or_not(caplog: pytest.LogCaptureFixture) -> None:
+    settings, train = FedSraSettings(dim=0, shift="turns"), TrainSettings(epochs=1, batch=32)
+    spec, labels, kept = FedSra.adapt_spec(WIDE, settings), torch.arange(120) % 3, {}
+    for name, images in (("turns", lamps()), ("none", noise())):
+        made = train_site(site_of(images, labels), spec, FedSra(settings), train, PLAIN, 0).parcel
+        assert made.manifest.meta["shift"] == name
+        kept[name] = directions(made.network())
+    assert torch.equal(kept["turns"], simplex_etf(12, 16, 0)[:3]), "training leaves them where they are"
+    assert torch.equal(kept["none"], kept["turns"])
+    narrow = FedSra.adapt_spec(SPEC, settings)  # 6 dimensions: a simplex of 12 needs 11
+    assert narrow.head == "etf"
+    with caplog.at_level(logging.INFO, logger="flyby"):
+        made = train_site(site_of(lamps(), labels), narrow, FedSra(settings), train, PLAIN, 0).parcel
+    assert "features of 6 dimensions have no room for 12 anchors" in caplog.text
+    assert torch.equal(directions(made.network()), simplex_etf(3, 6, 0))
+
+
+def test_a_fedsra_client_that_is_asked_for_no_ways_says_nothing_of_them() -> None:
+    site, settings = site_of(noise(40), torch.arange(40) % 3), FedSraSettings(dim=5)
+    spec = FedSra.adapt_spec(SPEC, settings)
+    made = train_site(site, spec, FedSra(settings), TrainSettings(epochs=1, batch=8), PLAIN, 0).parcel
+    assert "shift" not in made.manifest.meta
+    assert not {"shift", "test", "most_classes"} & settings.model_dump().keys()

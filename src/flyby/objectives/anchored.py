@@ -27,10 +27,11 @@ class Anchored(Objective):
         """The simplex [C, d] that belongs to one row per class in feature space, where those rows are."""
         return simplex_etf(rows.shape[0], rows.shape[1], self.settings.anchor_seed).to(rows.device)
 
-    def fix_head(self, model: Network, scale: float | None = None) -> None:
-        """Puts the anchors into an ``etf`` head; ``scale`` is what its logits are multiplied by, then for good."""
+    def fix_head(self, model: Network, scale: float | None = None, frame: Tensor | None = None) -> None:
+        """Puts the anchors, or the given ones, into an ``etf`` head; ``scale`` is what its logits are multiplied by,
+        then for good."""
         anchors: Tensor = model.head.anchors  # type: ignore[assignment]
-        anchors.copy_(self.anchors_for(anchors))
+        anchors.copy_(self.anchors_for(anchors) if frame is None else frame)
         if scale is not None:
             model.head.scale.requires_grad_(False).fill_(scale)  # type: ignore[operator]
 

@@ -1,62 +1,27 @@
 """Bearings, flyby's own client: SALT on (class, quarter turn), so that a site of one class has something to tell apart.
 
-Every image is shown in one of four ways r (quarter turns, or another ``shift``), the same for both of its views, and
-SALT learns 4 C labels r C + y with prototypes p_{c,r}. An expert then asks whether an image looks like its class *in
-every way*: the mean over r of cos(f(way r of x), p_{c,r}). What was never seen looks wrong in all of them, as in CSI
-[Tack et al., NeurIPS 2020].
-
-Turns mean nothing where images have no up (aerial ones, cells). So a site first asks a small network whether the four
-ways can be told apart on images of its own that it did not learn from; where that stays near 1/4, it trains plain SALT
-and says so. It does the same where it holds many classes: telling them apart is work enough, and the joint task was
-seen to lose there.
+SALT learns the 4 C labels of :mod:`flyby.objectives.shifting` with prototypes p_{c,r}. An expert then asks whether an
+image looks like its class *in every way*: the mean over r of cos(f(way r of x), p_{c,r}). What was never seen looks
+wrong in all of them, as in CSI [Tack et al., NeurIPS 2020].
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from flyby.data.site import Site
-from flyby.errors import BadInput
 from flyby.models import ModelSpec, Network
-from flyby.models.shifts import WAYS, shifted, spread, ways_of
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms
 from flyby.objectives.salt import Salt, SaltSettings
-from flyby.rng import generator
-
-log = logging.getLogger(__name__)
-CHANCE = 1 / WAYS
-LEAST = 0.32  # of held-out images that must be told right: chance is 1/4
-SURE = 2.0  # standard errors above chance, where so few images are held out that LEAST could be luck
-STEPS, BATCH, SIDE, LEARN, JUDGE = 120, 64, 16, 2000, 400  # of the small network and its images
+from flyby.objectives.shifting import Shifting, ShiftSettings
 
 
-class BearingsSettings(SaltSettings):
-    shift: Literal["turns", "patches", "colour", "none"] = Field(
-        "turns", description="the four ways in which images are shown; none is plain SALT"
-    )
-    test: bool = Field(
-        True, description="ask first whether the ways can be told apart at this site, and else show none"
-    )
-    most_classes: int = Field(10, ge=1, description="a site that holds more classes shows no ways")
+class BearingsSettings(ShiftSettings, SaltSettings):
+    pass
 
 
-class Found(NamedTuple):
-    """What a site decided: the shift, why it is not the one asked for, and how well the ways were told apart (None
-    where nobody looked)."""
-
-    shift: str
-    why: str = ""
-    accuracy: float | None = None
-
-
-class Bearings(Salt):
+class Bearings(Shifting, Salt):
     name = "bearings"
     about = "SALT on classes and quarter turns, so that a site of one class has something to tell apart"
     paper = "flyby"
@@ -65,76 +30,11 @@ class Bearings(Salt):
     one_class = True
     settings_type: ClassVar[type[ObjectiveSettings]] = BearingsSettings
     settings: BearingsSettings
-    found: Found | None = None
 
     @classmethod
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
         assert isinstance(settings, BearingsSettings)
         return spec.replace(head=cls.head if settings.shift == "none" else settings.shift)
 
-    def fitted(self, spec: ModelSpec, site: Site, seed: int) -> ModelSpec:
-        self.found = self._decided(spec, site, seed)
-        if self.found.why:
-            log.info("%s shows no %s: %s", site.id, self.settings.shift, self.found.why)
-        if self.found.shift == "none" and spec.classes == 1:
-            raise BadInput(
-                f"{site.id} has one class and shows it in no other way ({self.found.why or 'objective.shift=none'}), so"
-                " there is nothing to learn; give the classes of all sites with --classes LIST, or use --method ridge"
-            )
-        return spec if self.found.shift != "none" else spec.replace(head=self.head)
-
-    def _decided(self, spec: ModelSpec, site: Site, seed: int) -> Found:
-        shift, held = self.settings.shift, sum(n > 0 for n in site.counts)
-        if shift == "none":
-            return Found("none")
-        if held > self.settings.most_classes:
-            return Found("none", f"it holds {held} classes, more than most_classes = {self.settings.most_classes}")
-        if not self.settings.test:
-            return Found(shift)
-        accuracy, judged = told_apart(spec, site, shift, seed)
-        least = max(LEAST, CHANCE + SURE * math.sqrt(CHANCE * (1 - CHANCE) / max(1, judged)))
-        if accuracy < least:
-            why = f"they were told right in {accuracy:.0%} of {judged} held-out images, and {least:.0%} are asked for"
-            return Found("none", why, accuracy)
-        return Found(shift, "", accuracy)
-
     def loss(self, model: Network, batch: Batch, progress: Tensor) -> Terms:
-        shift = model.head.shift
-        if shift:
-            ways = ways_of(len(batch.labels), batch.views, batch.labels.device)
-            labels = ways * model.spec.classes + batch.labels
-            batch = Batch(spread(batch.images, shift, batch.views), labels, batch.views)
-        return super().loss(model, batch, progress)
-
-    def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, facts = super().extras(model, site, seed)
-        found = self.found or Found(model.head.shift or "none")
-        told = {} if found.accuracy is None else {"shift_accuracy": round(found.accuracy, 3)}
-        return tensors, facts | {"shift": found.shift, **told}
-
-
-def told_apart(spec: ModelSpec, site: Site, shift: str, seed: int) -> tuple[float, int]:
-    """How often a small network, trained for a moment on four fifths of the site's images, tells the way in which the
-    others are shown; and how many those are. On the CPU, so that a training that goes on decides as before."""
-    rng = generator(seed, site.id, "bearings")
-    order = torch.randperm(len(site.train), generator=rng).to(site.train.images.device)
-    judged = min(JUDGE, len(order) // 5)
-    if judged == 0:
-        return 0.0, 0
-    images = spec.prepare(site.train.images[order[: judged + LEARN]]).cpu()
-    size = min(spec.size[0], SIDE), min(spec.size[1], SIDE)
-    images = F.adaptive_avg_pool2d(images, size)
-    small = ModelSpec(name="cnn-small", classes=WAYS, channels=spec.channels, size=size, width=0.5)
-    network = small.build(rng).train()
-    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
-    learn, judge = images[judged:], images[:judged]
-    for _ in range(STEPS):
-        rows = torch.randint(len(learn), (BATCH,), generator=rng)
-        loss = F.cross_entropy(network(spread(learn[rows], shift, 1)), ways_of(BATCH, 1, rows.device))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    network.eval()
-    with torch.no_grad():
-        right = [(network(shifted(judge, shift, way)).argmax(1) == way).double().mean() for way in range(WAYS)]
-    return float(torch.stack(right).mean()), judged
+        return super().loss(model, self.in_ways(model, batch), progress)

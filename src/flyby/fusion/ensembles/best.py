@@ -1,12 +1,15 @@
 """One rule for all uploads: experts whose voice is calibrated at their site and shared out among what they hold.
 
-score_c(x) = sum_k v_kc a_kc(x) q_kc(x)^g, v_kc ~ n_kc^power, with
+score_c(x) = sum_k l_k(x) (v_kc a_kc(x) q_kc(x)^g + crowd w_k cos_kc(x)), v_kc ~ n_kc^power (or n / (n + enough)), with
 
 - a_kc, what the expert says: its cosine as it is, or calibrated, r clip((cos - m-) / (m+ - m-), 0, 1.2), where the
   negatives m-, s- are scraps (the extra ``calibration``), the site's own images of its other classes (``foreign``,
   leave-one-class-out), or for each class the ones that fooled its expert more (``worst``);
 - q_kc = softmax(sharpness cos_k) over the classes that client k holds, 1 for a client of one class. A client of fifty
-  classes must share its voice out among them, whatever its calibration says.
+  classes must share its voice out among them, whatever its calibration says;
+- the crowd: what all clients say of all classes, seen or never seen, w_k ~ sqrt(n_k). Who holds ships and sees
+  one speaks against cats, though it never saw a cat;
+- l_k = (||f_k(x)|| / what it usually is at its site)^norms: features are short where a network sees nothing it knows.
 
 It serves heads of every kind: linear rows, prototypes, anchors, and prototypes of every way of a shift. Cosines may be
 those of raw features or of standardised ones (``features``), which have no calibration. All candidates are settings, so
@@ -59,24 +62,41 @@ class BestPredictor(ExpertsPredictor):
         chosen = build(FormSettings, form or {}, "form")
         super().__init__(specs, class_names, networks, votes=votes, calibration=calibration)
         self.form_of, self.settings = chosen, {"form": chosen.model_dump()}
+        members, shapes = len(self.specs), dict[str, tuple[int, ...]]()
         if chosen.standardise:
-            members, classes, dim = len(self.specs), len(self.class_names), self.specs[0].skeleton().feature_dim
-            shapes = {"mean": (members, dim), "std": (members, dim), "rows": (members, chosen.ways, classes, dim)}
-            for name, shape in shapes.items():
-                self.register_buffer(name, (kept or {}).get(name, torch.zeros(shape)))
+            classes, dim = len(self.class_names), self.specs[0].skeleton().feature_dim
+            shapes |= {"mean": (members, dim), "std": (members, dim), "rows": (members, chosen.ways, classes, dim)}
+        shapes |= ({"shares": (members,)} if chosen.crowd else {}) | ({"usual": (members,)} if chosen.norms else {})
+        for name, shape in shapes.items():
+            self.register_buffer(name, (kept or {}).get(name, torch.zeros(shape)))
 
     mean: Tensor
     std: Tensor
     rows: Tensor
+    shares: Tensor
+    usual: Tensor
 
     def voice(self, network: Network, features: Tensor) -> Tensor:
-        return features.float() if self.form_of.standardise else super().voice(network, features)
+        """The cosines [N, C], and in one more column the length of the features where that counts."""
+        if self.form_of.standardise:
+            return features.float()
+        cosines = super().voice(network, features)
+        return torch.cat((cosines, lengths(features)[:, None]), 1) if self.form_of.norms else cosines
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
-        if not self.form_of.standardise:
-            return super().combine(voices, images)
-        each = zip(voices, self.mean, self.std, self.rows, strict=True)
-        return super().combine([between(standardised(f, m, s), rows) for f, m, s, rows in each], images)
+        form = self.form_of
+        if form.standardise:
+            each = zip(voices, self.mean, self.std, self.rows, strict=True)
+            voices = [between(standardised(f, m, s), rows) for f, m, s, rows in each]
+        cosines = torch.stack(tuple(voices))
+        loud: Tensor | float = 1.0
+        if form.norms:
+            cosines, seen = cosines[..., :-1], cosines[..., -1:]
+            loud = (seen / self.usual[:, None, None].clamp_min(1e-12)) ** form.norms
+        scores = torch.einsum("kc,knc->nc", self.votes, loud * self.said(cosines))
+        if form.crowd:
+            scores = scores + form.crowd * torch.einsum("k,knc->nc", self.shares, loud * cosines)
+        return self.unspoken_last(scores)
 
     def said(self, cosines: Tensor) -> Tensor:
         form, held = self.form_of, (self.votes > 0)[:, None]
@@ -94,6 +114,8 @@ class FormSettings(FusionSettings):
     ways: int = Field(1, ge=1, le=WAYS)
     sharpness: float = Field(16.0, gt=0)
     exponent: float = Field(0.5, ge=0)
+    crowd: float = Field(0.0, ge=0)
+    norms: float = Field(0.0, ge=0)
 
 
 class BestSettings(ExpertsSettings):
@@ -104,6 +126,10 @@ class BestSettings(ExpertsSettings):
     exponent: float = Field(0.5, ge=0, description="of the softmax over the classes held; 0 leaves it out")
     features: Literal["raw", "standardised"] = Field(
         "raw", description="standardised: by the client's own moments, without calibration"
+    )
+    crowd: float = Field(0.0, ge=0, description="weight of what all clients say of all classes, beside the experts")
+    norms: float = Field(
+        0.0, ge=0, description="exponent of a client's loudness: the length of its features, over the usual one"
     )
 
 
@@ -122,8 +148,10 @@ class Best(Experts):
             raise BadInput(
                 "calibration is measured on raw features; with fusion.features=standardised take fusion.negatives=none"
             )
+        if standardise and settings.norms:
+            raise BadInput("standardised features have no usual length; take fusion.norms=0, or fusion.features=raw")
         asked = {"none": set[str](), "scraps": {"calibration"}}.get(settings.negatives, {"calibration", "foreign"})
-        return (cls.needs - {"calibration"}) | asked | ({"moments"} if standardise else set())
+        return (cls.needs - {"calibration"}) | asked | ({"moments"} if standardise or settings.norms else set())
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         networks, settings = parcels.networks(), self.settings
@@ -131,8 +159,13 @@ class Best(Experts):
         votes = self.votes(parcels, networks, server)
         tables = [calibration_of(item, settings.negatives) for item in parcels] if calibrate else []
         kept = seen_by(parcels, self.name) if standardise else {}
-        form = {"calibrate": calibrate, "standardise": standardise, "ways": kept["rows"].shape[1] if kept else 1}
-        form |= {name: getattr(settings, name) for name in ("reliability", "sharpness", "exponent")}
+        form = {"calibrate": calibrate, "standardise": standardise, "ways": kept["rows"].shape[1] if standardise else 1}
+        form |= {name: getattr(settings, name) for name in ("reliability", "sharpness", "exponent", "crowd", "norms")}
+        if settings.crowd:
+            shares = torch.tensor(parcels.samples, dtype=torch.float64).sqrt()
+            kept["shares"] = (shares / shares.sum().clamp_min(1e-12)).float()
+        if settings.norms:
+            kept["usual"] = torch.stack([usual_length(item) for item in parcels])
         say_cost(parcels, server)
         return BestPredictor(
             [m.spec for m in parcels.manifests],
@@ -158,6 +191,18 @@ def calibration_of(item: Parcel, negatives: str) -> Tensor:
     found = table.clone()
     found[SCRAP], found[SPREAD] = torch.where(taken, mean, table[SCRAP]), torch.where(taken, std, table[SPREAD])
     return found
+
+
+def lengths(features: Tensor) -> Tensor:
+    """||f|| of features [N, d], or its root mean square over the ways, [N, R, d]: [N]."""
+    squares = features.float().square().sum(-1)
+    return (squares if features.ndim == 2 else squares.mean(1)).sqrt()
+
+
+def usual_length(item: Parcel) -> Tensor:
+    """The root mean square of ||f|| over a client's own images, from the moments of its features."""
+    table = sent(item, EXTRAS["moments"])
+    return (table["moments.mean"].square() + table["moments.std"].square()).sum().sqrt()
 
 
 def seen_by(parcels: Inbox, rule: str) -> dict[str, Tensor]:

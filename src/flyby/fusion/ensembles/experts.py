@@ -84,9 +84,11 @@ class ExpertsPredictor(Predictor):
         return calibrated(cosines, self.calibration) + WHISPER * cosines
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
-        scores = torch.einsum("kc,knc->nc", self.votes, self.said(torch.stack(tuple(voices))))
-        # A class nobody speaks for comes after all others.
-        return scores.masked_fill(self.votes.sum(0) == 0, -float(len(voices)))
+        return self.unspoken_last(torch.einsum("kc,knc->nc", self.votes, self.said(torch.stack(tuple(voices)))))
+
+    def unspoken_last(self, scores: Tensor) -> Tensor:
+        """A class nobody speaks for comes after all others."""
+        return scores.masked_fill(self.votes.sum(0) == 0, -float(len(self.votes)))
 
     def raw_chances(self, scores: Tensor) -> Tensor:
         """Each class's share of all that was said for any; where nothing was, and all was said against, its share of
@@ -100,6 +102,9 @@ class ExpertsSettings(FusionSettings):
     sharpness: float = Field(16.0, gt=0, description="inverse temperature of the softmax and gate forms")
     power: float | None = Field(
         None, ge=0, description="v_kc ~ n_kc ** power; default 1, and .5 for experts-calibrated"
+    )
+    enough: float | None = Field(
+        None, gt=0, description="v_kc ~ n_kc / (n_kc + enough) in place of a power: more images than that add little"
     )
     cap_counts: float | None = Field(
         None, gt=0, description="no client's counts add up to more than this many times the median client's"
@@ -142,7 +147,8 @@ class Experts(Fusion):
             parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
         )
         trust = self._validated(parcels, networks, server.proxy) if self.settings.validated else None
-        return expert_votes(counts, self.power if self.settings.power is None else self.settings.power, trust).float()
+        power = self.power if self.settings.power is None else self.settings.power
+        return expert_votes(counts, power, trust, self.settings.enough).float()
 
     def _validated(self, parcels: Inbox, networks: Iterable[Network], proxy: Dataset | None) -> Tensor:
         if proxy is None or len(proxy) == 0:
@@ -159,10 +165,11 @@ def certainty(cosines: Tensor, held: Tensor, sharpness: float) -> Tensor:
     return (sharpness * cosines).masked_fill(~held, torch.finfo(cosines.dtype).min).softmax(2)
 
 
-def expert_votes(counts: Tensor, power: float, trust: Tensor | None = None) -> Tensor:
-    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c; all 0 for a class nobody holds: nobody speaks
-    for it. ``trust`` [K, C] is one more factor of every voice."""
-    voices = torch.where(counts > 0, counts**power, 0.0)  # 0^0 is 1, but who holds nothing has no voice
+def expert_votes(counts: Tensor, power: float, trust: Tensor | None = None, enough: float | None = None) -> Tensor:
+    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c, or of n_kc / (n_kc + enough); all 0 for a
+    class nobody holds: nobody speaks for it. ``trust`` [K, C] is one more factor of every voice."""
+    voices = counts**power if enough is None else counts / (counts + enough)
+    voices = torch.where(counts > 0, voices, 0.0)  # 0^0 is 1, but who holds nothing has no voice
     voices = voices if trust is None else voices * trust.to(voices)
     return voices / voices.sum(0, keepdim=True).clamp_min(torch.finfo(voices.dtype).tiny)
 
