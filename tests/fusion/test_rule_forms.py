@@ -1,0 +1,35 @@
+"""What clients say, kept once, gives the accuracy that the rule itself gives: ``benchmarks/rule_forms.py``."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flyby.runs.config import make_config
+from flyby.runs.pipeline import Options, run
+
+FORMS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "rule_forms.py"))
+
+
+@pytest.mark.parametrize("judge", ["test", "held-out"])
+def test_kept_voices_are_judged_as_the_run_was(judge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    form = {"crowd": 0.5, "norms": 1.0, "enough": 30.0, "exponent": 1.0}
+    asked = [f"fusion.{name}={value}" for name, value in form.items()]
+    config = make_config(
+        "best",
+        data={"name": "digits"},
+        split={"name": "dirichlet", "clients": 3, "alpha": 0.3},
+        seed=1,
+        epochs=1,
+        assignments=[*asked, "split.val=0.2", f"judge={judge}", "locals=false", "objective.test=false"],
+    )
+    found = run(config, tmp_path / "run", Options(engine="inline", device="cpu", quiet=True))
+    np.savez(tmp_path / "run.npz", **FORMS["listen"](tmp_path / "run", "cpu"))
+    heard = FORMS["Heard"](tmp_path / "run.npz", FORMS["PARTS"][judge])
+    assert heard.accuracy(form) == pytest.approx(found.accuracy, abs=0.01), "16-bit cosines may move an image"
+    assert heard.accuracy({"crowd": 0.0, "exponent": 0.5}) != pytest.approx(heard.accuracy(form), abs=1e-9)
+    FORMS["choose"]([tmp_path / "run.npz"], FORMS["PARTS"][judge], 2)
+    assert capsys.readouterr().out.count("behind at most") == 2
