@@ -131,6 +131,14 @@ def test_a_key_follows_nothing_else(tmp_path: Path) -> None:
     assert [c.key for c in cells(judged_too)] == [c.key for c in here]
 
 
+def test_a_rule_whose_defaults_changed_has_no_older_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = tiny(methods=["fedavg"], fusions=["fedavg", "ensemble"])
+    before = [cell.key for cell in cells(study)]
+    monkeypatch.setattr(FedAvg, "edition", 2)
+    after = [cell.key for cell in cells(study)]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True] * (len(before) // 2)
+
+
 def test_keys_outlive_new_settings() -> None:
     """What rows were once written under. A setting that is added to flyby with a default must leave this as it is."""
     (cell,) = cells(tiny(methods=["fedavg"], fusions=["ensemble:weights=size"]))

@@ -60,6 +60,7 @@ class Fusion(ABC):
     draws: ClassVar[bool] = False  # it makes images of its own, or changes some, which are bytes
     softmax: bool = False  # it asks members for their softmax, which for one that knows a single class says nothing
     settings_type: ClassVar[type[FusionSettings]] = FusionSettings
+    edition: ClassVar[int] = 1  # how often its defaults were changed: a study's older rows are then not its own
 
     def __init__(self, settings: FusionSettings | None = None) -> None:
         self.settings = settings if settings is not None else self.settings_type()

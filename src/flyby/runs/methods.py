@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Method:
     """A named recipe. ``fusion`` None means that there is no server: every site keeps its own model, or personalises it
-    by the variant ``orient`` of FOL from those of sites it meets."""
+    by the variant ``orient`` of FOL from those of sites it meets. ``edition`` counts how often what it stands for was
+    changed, so that a study's older rows do not pass for new ones."""
 
     name: str
     objective: str
@@ -37,6 +38,7 @@ class Method:
     fusion_settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rule
     train: dict[str, Any] = field(default_factory=dict)
     orient: str | None = None
+    edition: int = 1
 
 
 def _supervised(name: str, about: str, paper: str = "", send: str = "") -> Method:

@@ -87,7 +87,7 @@ def _cells(study: Study, data_root: Path | None) -> Iterator[Cell]:
             for rule in study.fusions or [""]:
                 for drawn in server_draws(study, method, rule):
                     logical, config = _configs(study, data_root, world, method, rule, drawn, threats(attack, admission))
-                    former = () if attack or admission else former_keys(logical)
+                    former = () if attack or admission or editions(logical) else former_keys(logical)
                     named = rule or "own"
                     yield Cell(config, key_of(logical), data, named, former, attack, admission, variant)
         for words in study.rounds:
@@ -159,9 +159,18 @@ def check_cell(config: RunConfig) -> None:
 
 def key_of(config: RunConfig) -> str:
     """The hash of all that was asked for. What was left to its default stays out, so that a setting added to a later
-    flyby redoes nothing; so does ``locals``, which changes no accuracy of a row."""
-    asked = json.loads(config.model_dump_json(exclude={"locals"}, exclude_unset=True))
+    flyby redoes nothing; so does ``locals``, which changes no accuracy of a row. Where the defaults themselves were
+    changed, the method or the rule says so by its edition."""
+    asked = json.loads(config.model_dump_json(exclude={"locals"}, exclude_unset=True)) | {"editions": editions(config)}
     return digest({name: value for name, value in asked.items() if value not in (None, {})})
+
+
+def editions(config: RunConfig) -> dict[str, int]:
+    """Of the method and the rule, those that are no longer the first."""
+    method = METHODS[config.method]
+    rule = FUSIONS.get(config.fusion_name or method.fusion or "")
+    numbers = {"method": method.edition, "rule": rule.edition if rule else 1}
+    return {name: number for name, number in numbers.items() if number > 1}
 
 
 def former_keys(config: RunConfig) -> tuple[str, ...]:
