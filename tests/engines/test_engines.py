@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from factories import SETTINGS, call, done, jobs_of, make_stripes, one_line, same_run, wait_for
-from flyby.data.splits import SplitSettings, make_split
+from flyby.data.splits import Split, SplitSettings, make_split
 from flyby.engines import forkserver, processes
 from flyby.engines.engine import DataSettings, Job, engine_named
 from flyby.engines.forkserver import without_interrupts
+from flyby.engines.jobs import views_by_batch
 from flyby.engines.processes import run_processes
 from flyby.errors import BadInput, Diverged, FlybyError
 from flyby.names import check_name
@@ -77,6 +78,14 @@ def test_a_job_is_plain_data_and_knows_when_it_is_done(data: Path, tmp_path: Pat
     assert other.key != job.key
     with pytest.raises(BadInput, match="made by other settings"):
         other.done()
+
+
+def test_views_are_counted_by_the_size_of_batches(data: Path, tmp_path: Path) -> None:
+    jobs = jobs_of(data, tmp_path, "train.batch=8", epochs=3)
+    images = [len(Split.load(job.split).shares[job.site].train) for job in jobs]
+    assert views_by_batch(jobs) == {8: 3 * sum(images)}, "plain training has one view per image"
+    mixed = [jobs[0], *jobs_of(data, tmp_path, "train.batch=4", "views.views=2", epochs=1)[1:]]
+    assert views_by_batch(mixed) == {8: 3 * images[0], 4: 2 * sum(images[1:])}
 
 
 def test_a_key_names_all_that_decides_the_bytes(data: Path, tmp_path: Path) -> None:

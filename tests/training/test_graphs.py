@@ -24,7 +24,7 @@ from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape, set_learning_rate
 from flyby.training.loop import at_once
 from flyby.training.settings import TrainSettings
-from flyby.training.steps import WORTH_COMPILING, fully_compiled
+from flyby.training.steps import WORTH_COMPILING, expecting, fully_compiled
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs, and there is no GPU here")
 
@@ -188,6 +188,15 @@ def test_what_is_compiled(compile_as: Any, name: str, views: float, device: str,
 def test_larger_images_are_worth_compiling_sooner() -> None:
     spec = ModelSpec(name="resnet18", classes=10, size=(64, 64))
     assert fully_compiled(TrainSettings(), spec, torch.device("cuda"), WORTH_COMPILING / 4)
+
+
+def test_sites_that_share_their_batches_are_worth_compiling_together() -> None:
+    spec, cuda = ModelSpec(name="resnet18", classes=10, size=(32, 32)), torch.device("cuda")
+    with expecting({512: WORTH_COMPILING, 64: 10}):
+        assert fully_compiled(TrainSettings(), spec, cuda, 1000, 512)
+        assert not fully_compiled(TrainSettings(), spec, cuda, 1000, 64), "a compiled network takes batches of one size"
+        assert fully_compiled(TrainSettings(), spec, cuda, WORTH_COMPILING, 64)
+    assert not fully_compiled(TrainSettings(), spec, cuda, 1000, 512)
 
 
 def test_a_learning_rate_is_set_where_it_lies() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from flyby.engines.jobs import Job, perform, performing
+from flyby.engines.jobs import Job, perform, performing, views_by_batch
 from flyby.machine import as_a_site
 from flyby.training.loop import Pausing, Row
+from flyby.training.steps import expecting
 
 MOST = 16  # sites at once
 GAIN = 1.1  # twice as many sites must do so much more in a second
@@ -23,7 +24,8 @@ ROUNDS = 2  # epochs of every site by which a number of sites is judged
 
 def run_inline(jobs: Sequence[Job], on_epoch: Callable[[Row], None]) -> None:
     if jobs and jobs[0].device.startswith("cuda"):
-        run_side_by_side(jobs, on_epoch)
+        with expecting(views_by_batch(jobs)):
+            run_side_by_side(jobs, on_epoch)
         return
     with as_a_site("cpu"):
         for job in jobs:

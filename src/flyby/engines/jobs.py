@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from flyby.data.site import Site, site_of
 from flyby.data.splits import Split
 from flyby.errors import BadInput
 from flyby.files import write_text
+from flyby.objectives import OBJECTIVES
 from flyby.parcels import parcel
 from flyby.training.loop import Pausing, Row, at_once, training
 from flyby.training.recipe import Recipe
+from flyby.training.settings import batch_size
 
 
 class Job(BaseModel):
@@ -85,6 +88,16 @@ def _split(path: Path, _stamp: int) -> Split:
 def samples_of(job: Job) -> int:
     """How many images a job trains on."""
     return len(split_at(job.split).shares[job.site].train)
+
+
+def views_by_batch(jobs: Iterable[Job]) -> dict[int, int]:
+    """How many views jobs will look at, in batches of each size."""
+    views = Counter[int]()
+    for job in jobs:
+        recipe, samples = job.recipe, samples_of(job)
+        batch = batch_size(recipe.train, OBJECTIVES[recipe.objective].batch, samples)
+        views[batch] += samples * recipe.views.views * recipe.train.epochs
+    return dict(views)
 
 
 def performing(job: Job, on_epoch: Callable[[Row], None] | None = None, site: Site | None = None) -> Pausing[float]:

@@ -122,7 +122,8 @@ class Session:
         start = ("own", site.id) if settings.init == "own" else ("shared",)
         self.model = spec.build(generator(seed, *start, "init")).to(device)
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if fully_compiled(settings, spec, device, len(site.train) * views.views * settings.epochs):
+        self.batch = batch_size(settings, self.objective.batch, len(site.train))
+        if fully_compiled(settings, spec, device, len(site.train) * views.views * settings.epochs, self.batch):
             self.model.backbone.compile(dynamic=False)
         self.objective.to(device)
         self.objective.prepare(self.model, site, seed)
@@ -131,7 +132,6 @@ class Session:
             self.learner, (self.train, self.val) = looked_at(self.model, (site.train, site.val), site.id)
         self.optimizer = make_optimizer(self.model, self.objective, settings)
         self.train, self.val = self.train.to(device), self.val.to(device)
-        self.batch = batch_size(settings, self.objective.batch, len(self.train))
         chosen = self.objective.settings.model_dump(mode="json")
         identity = digest(
             [spec.model_dump(mode="json"), recipe.objective, chosen, settings.model_dump(mode="json"), seed]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from flyby.training.graphs import Captured, one_shape
 from flyby.training.settings import TrainSettings
 
 WORTH_COMPILING = 4_000_000  # views of 32x32 pixels
+_expected: ContextVar[Mapping[int, int]] = ContextVar("views by batch", default={})  # noqa: B039
 
 
 class Step:
@@ -123,12 +125,26 @@ def autocast(precision: str, device: torch.device, cached: bool = True) -> Abstr
     return nullcontext()
 
 
-def fully_compiled(settings: TrainSettings, spec: ModelSpec, device: torch.device, views: float = math.inf) -> bool:
-    """Whether the network itself is compiled, once for all sites of a process. ``auto``: where the architecture is
-    worth it and will see so many ``views``: compiling takes half a minute, and saves a quarter of every step (BatchNorm
-    and what is around it in fewer passes)."""
+@contextmanager
+def expecting(views: Mapping[int, int]) -> Iterator[None]:
+    """In here so many views will be seen in batches of each size, by all sites of this process together."""
+    before = _expected.set(views)
+    try:
+        yield
+    finally:
+        _expected.reset(before)
+
+
+def fully_compiled(
+    settings: TrainSettings, spec: ModelSpec, device: torch.device, views: float = math.inf, batch: int = 0
+) -> bool:
+    """Whether the network itself is compiled, once for all sites of a process whose batches are alike. ``auto``: where
+    the architecture is worth it and so many ``views`` will be seen, by this site or by all that share its batch:
+    compiling takes half a minute, and saves a quarter of every step (BatchNorm and what is around it in fewer
+    passes)."""
     if spec.backbone is not None:
         return False
+    views = max(views, _expected.get().get(batch, 0))
     long = views * spec.size[0] * spec.size[1] / 1024 >= WORTH_COMPILING and ARCHITECTURES[spec.name].worth_compiling
     return device.type == "cuda" and (settings.compile == "full" or (settings.compile == "auto" and long))
 
