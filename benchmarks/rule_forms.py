@@ -4,7 +4,8 @@
     python benchmarks/rule_forms.py choose voices/*.npz [--images held-out]
 
 ``listen`` opens finished runs and keeps, for the sites' held-out images and for the test images, every client's
-cosines, the length of its features, and what it sent beside its weights: megabytes where the networks are hundreds.
+cosines, the length of its features, and what it sent beside its weights: megabytes where the networks are hundreds. Of
+clients that know a shift, all ways against all ways are kept too, for forms that are not written yet.
 ``choose`` gives these to the rule itself (``BestPredictor.combine``) under a grid of its settings, and prints
 accuracies, their mean over all files and the largest distance to the best form of any file. A rule is chosen on
 held-out images.
@@ -20,15 +21,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flyby.data.dataset import Dataset
 from flyby.data.splits import Split
 from flyby.fusion.ensembles.best import BestPredictor, lengths, usual_length
 from flyby.fusion.ensembles.experts import expert_votes
-from flyby.models import ModelSpec
+from flyby.models import ModelSpec, Network
 from flyby.models.features import shown_of
-from flyby.models.heads import cosine
+from flyby.models.heads import cosine, shown_directions
 from flyby.parcels.inbox import Inbox
 from flyby.runs.config import RunConfig, data_of
 from flyby.runs.folder import Run
@@ -72,10 +74,20 @@ def listen(folder: Path, device: str) -> dict[str, np.ndarray[Any, Any]]:
             ]
             said.append(torch.cat([one for one, _ in pairs]))
             seen.append(torch.cat([one for _, one in pairs]))
+            if network.head.shift and name == "held":
+                shown = [in_all_ways(network, piece.to(device)) for piece in torch.split(images, 2048)]
+                kept[f"held_ways_{item.manifest.sender}"] = torch.cat(shown).cpu().numpy()
         kept[f"{name}_labels"] = labels.numpy().astype(np.int16)
         kept[f"{name}_cosines"] = (torch.stack(said) * STEPS).round().to(torch.int16).numpy()
         kept[f"{name}_lengths"] = torch.stack(seen).numpy()
     return kept
+
+
+def in_all_ways(network: Network, images: Tensor) -> Tensor:
+    """cos(f(way r of x), direction of c in way q), as 16-bit numbers [N, R, R, C]: whether the network can tell in which
+    way an image is shown."""
+    looked, rows = F.normalize(shown_of(network, images), dim=2), F.normalize(shown_directions(network).float(), dim=2)
+    return (torch.einsum("nrd,qcd->nrqc", looked, rows) * STEPS).round().to(torch.int16)
 
 
 class Heard:
