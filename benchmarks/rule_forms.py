@@ -84,8 +84,8 @@ def listen(folder: Path, device: str) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def in_all_ways(network: Network, images: Tensor) -> Tensor:
-    """cos(f(way r of x), direction of c in way q), as 16-bit numbers [N, R, R, C]: whether the network can tell in which
-    way an image is shown."""
+    """cos(f(way r of x), direction of c in way q), as 16-bit numbers [N, R, R, C]: whether the network can tell in
+    which way an image is shown."""
     looked, rows = F.normalize(shown_of(network, images), dim=2), F.normalize(shown_directions(network).float(), dim=2)
     return (torch.einsum("nrd,qcd->nrqc", looked, rows) * STEPS).round().to(torch.int16)
 
