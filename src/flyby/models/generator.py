@@ -54,4 +54,4 @@ class Generator(nn.Module):
         x = self.bn0(self.linear(z).unflatten(1, (-1, *self.sizes[0])))
         x = F.leaky_relu(self.bn1(self.conv1(F.interpolate(x, size=self.sizes[1]))), 0.2)
         x = F.leaky_relu(self.bn2(self.conv2(F.interpolate(x, size=self.sizes[2]))), 0.2)
-        return torch.sigmoid(self.conv3(x))
+        return torch.sigmoid(self.conv3(x).float())  # eight bits of bfloat16 are too few for a pixel

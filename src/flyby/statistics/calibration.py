@@ -98,7 +98,7 @@ def calibrated(cosine: Tensor, table: Tensor, reliability: bool = True) -> Tenso
     stands_out = gap / spread.clamp_min(LEAST_GAP)
     said = ((cosine - scrap) / gap).clamp(0.0, 1.2)
     said = (stands_out / (1 + stands_out)).sqrt() * said if reliability else said
-    return torch.where(own - scrap < LEAST_GAP, 0.0, said)
+    return said.masked_fill(own - scrap < LEAST_GAP, 0.0)
 
 
 class Calibration(Extra):

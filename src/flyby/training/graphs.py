@@ -4,6 +4,7 @@ one replay does them all."""
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 WARM_UP = 3
 _one_at_a_time = (
     threading.Lock()
@@ -88,6 +90,7 @@ class Captured:
                 self._aside(recording, self.inputs)
         except RuntimeError as error:
             self.refused = str(error).splitlines()[0]
+            log.warning("a step cannot be recorded, so it runs kernel by kernel, far slower: %s", self.refused)
             _stream.cache_clear()  # what broke off on the old one is nobody's business
             for rng in (*self.rngs, torch.cuda.default_generators[torch.cuda.current_device()]):
                 _released(rng)

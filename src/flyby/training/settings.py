@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from flyby.training.privacy import PrivacySettings
 
 Counts = Literal["exact", "noisy", "binary"]
-
-
 Portion = Annotated[float, Field(gt=0, le=1)]
+# YAML reads a bare ``off`` as False.
+Compile = Annotated[Literal["auto", "off", "graph", "full"], BeforeValidator(lambda v: "off" if v is False else v)]
 
 
 class TrainSettings(PrivacySettings):
@@ -56,10 +56,7 @@ class TrainSettings(PrivacySettings):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="of the network's arithmetic; auto: bf16 on a GPU, else fp32"
     )
-    # YAML reads a bare ``off`` as False.
-    compile: Annotated[
-        Literal["auto", "off", "graph", "full"], BeforeValidator(lambda v: "off" if v is False else v)
-    ] = Field(
+    compile: Compile = Field(
         "auto",
         description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or none (off)",
     )

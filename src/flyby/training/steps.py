@@ -120,9 +120,14 @@ def batches(
 def autocast(precision: str, device: torch.device, cached: bool = True) -> AbstractContextManager[Any]:
     """bf16 where it is asked for, or where ``auto`` meets a GPU. ``cached`` is false where a graph will replay the
     steps: a cast that was remembered would not be replayed."""
-    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
+    if halved(precision, device):
         return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=cached)
     return nullcontext()
+
+
+def halved(precision: str, device: torch.device) -> bool:
+    """Whether convolutions and matrix products are in bfloat16."""
+    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
 @contextmanager

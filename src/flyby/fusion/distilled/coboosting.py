@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from flyby.fusion.base import FusionSettings
+from flyby.fusion.base import FusionSettings, Server
 from flyby.fusion.distilled.dense import Dense, DenseSettings
 from flyby.fusion.distilled.distill import push
 from flyby.fusion.distilled.synthesis import Pool, as_unit
 from flyby.fusion.distilled.teachers import Teachers
+from flyby.fusion.predictor import Predictor
 from flyby.objectives.kd import softened_kl
+from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 from flyby.training.steps import batches
 
@@ -58,6 +60,7 @@ class CoBoosting(Dense):
     about = "DENSE with hard samples, and ensemble weights that improve with them"
     settings_type: ClassVar[type[FusionSettings]] = CoBoostingSettings
     settings: CoBoostingSettings
+    scales: Scales | None = None
 
     def class_term(self, teacher: Tensor, labels: Tensor) -> Tensor:
         return hard_cross_entropy(teacher, labels, self.settings.hardness)
@@ -69,16 +72,39 @@ class CoBoosting(Dense):
     def reweigh(self, pool: Pool, teachers: Teachers, seed: int, epoch: int) -> None:
         if epoch == 0 or not teachers.teaching.weighted:
             return
-        step = self.settings.weight_step * self.settings.weight_decline**epoch
+        if self.scales is None or self.scales.teachers is not teachers:
+            self.scales = Scales(teachers, pool.weights)
+        self.scales.size.fill_(self.settings.weight_step * self.settings.weight_decline**epoch)
         order = generator(seed, "server", "weights", epoch)
         for rows in batches(len(pool), self.settings.batch, order, teachers.device, least=1):
-            new = signed_step(teachers, pool.weights, pool.said[rows].transpose(0, 1), pool.labels[rows], step)
-            pool.weights.copy_(new)  # in place: a recorded step reads them where they are
+            self.scales.move(pool.said[rows], pool.labels[rows])
 
     def inputs(
         self, images: Tensor, said: Tensor, weights: Tensor, teachers: Teachers, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         return pushed(images, weights, teachers, rng, self.settings)
+
+    def combine(self, parcels: Inbox, server: Server) -> Predictor:
+        try:
+            return super().combine(parcels, server)
+        finally:
+            self.scales = None
+
+
+class Scales:
+    """The ensemble's weights on their way. A step is some thirty kernels on a few thousand numbers, and there are as
+    many steps as the student takes: on a GPU they are recorded once and replayed."""
+
+    def __init__(self, teachers: Teachers, weights: Tensor) -> None:
+        self.teachers, self.weights, self.size = teachers, weights, torch.zeros((), device=weights.device)
+        self.captured = teachers.recorder()
+
+    def move(self, said: Tensor, labels: Tensor) -> None:
+        self._step(said, labels) if self.captured is None else self.captured(self._step, said, labels)
+
+    def _step(self, said: Tensor, labels: Tensor) -> None:
+        new = signed_step(self.teachers, self.weights, said.transpose(0, 1), labels, self.size)
+        self.weights.copy_(new)  # in place: a recorded step reads them where they are
 
 
 def pushed(
@@ -97,11 +123,11 @@ def hard_cross_entropy(teacher: Tensor, labels: Tensor, hardness: float) -> Tens
     return ((1 - (-each.detach()).exp()) ** hardness * each).mean()
 
 
-def signed_step(teachers: Teachers, weights: Tensor, said: Tensor, labels: Tensor, step: float) -> Tensor:
+def signed_step(teachers: Teachers, weights: Tensor, said: Tensor, labels: Tensor, step: float | Tensor) -> Tensor:
     """clip01(w - step sign(dCE(t, y)/dw)) divided by its sum, for what clients said [K, N, C]; 1/K where nothing is
     left."""
     weights = weights.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(F.cross_entropy(teachers.answer(weights, said), labels), weights)
     moved = (weights.detach() - step * gradient.sign()).clamp(0, 1)
     total = moved.sum()
-    return torch.where(total > 0, moved / total, 1 / len(moved))
+    return torch.where(total > 0, moved / total, torch.full_like(moved, 1 / len(moved)))

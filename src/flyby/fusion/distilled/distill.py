@@ -11,6 +11,7 @@ another one by.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -25,6 +26,7 @@ from flyby.data.dataset import Dataset
 from flyby.errors import Diverged, unknown
 from flyby.files import digest
 from flyby.fusion.base import Fusion, FusionSettings, Server
+from flyby.fusion.distilled.frozen import as_written, compiled
 from flyby.fusion.distilled.synthesis import Pool, as_pictures, as_unit
 from flyby.fusion.distilled.teachers import (
     MEANS,
@@ -44,8 +46,9 @@ from flyby.parcels.inbox import Inbox
 from flyby.rng import generator, seed_of
 from flyby.training import checkpoint
 from flyby.training.checkpoint import Cadence, TrainingState
-from flyby.training.graphs import Captured, one_shape, set_learning_rate
-from flyby.training.steps import autocast, batches
+from flyby.training.graphs import one_shape, set_learning_rate
+from flyby.training.settings import Compile, TrainSettings
+from flyby.training.steps import autocast, batches, fully_compiled
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +100,10 @@ class DistillSettings(FusionSettings):
         "auto", description="teachers on the device: all at once, or one at a time (slower, far less memory)"
     )
     precision: Precision = Field("auto", description="of the arithmetic; auto: bf16 on a GPU, else fp32")
+    compile: Compile = Field(
+        "auto",
+        description="on a GPU: replay steps as CUDA graphs (graph), compile networks too (full), or none (off)",
+    )
 
 
 def push(teachers: Teachers, x: Tensor, weights: Tensor, u: Tensor, size: float, temperature: float) -> Tensor:
@@ -115,18 +122,32 @@ class Learner(nn.Module):
     def scores(self, x: Tensor, said: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def quicken(self, how: Compile, views: float, batch: int) -> None:
+        """Compile what is trained on so many ``views``, in batches of one size, where it pays."""
+
 
 class Student(Learner):
     """One network of its own."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.batch = network, 0
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
+    def quicken(self, how: Compile, views: float, batch: int) -> None:
+        device = next(self.parameters()).device
+        if fully_compiled(TrainSettings(compile=how), self.network.spec, device, views) and compiled(self.network):
+            self.batch = batch
+
     def scores(self, x: Tensor, said: Tensor) -> Tensor:
-        out: Tensor = self.network(normalise(x, self.network.spec))
+        # Only the step that trains is compiled: a compiled pass would find gradients of the weights in synthesis too.
+        with as_written(self.batch > 0 and not (self.training and len(x) == self.batch)):
+            out: Tensor = self.network(normalise(x, self.network.spec))
         return out.float()
+
+    def answer(self) -> Network:
+        """The network itself; a copy forgets what was compiled."""
+        return copy.deepcopy(self.network) if self.batch else self.network
 
 
 def student_spec(parcels: Inbox, name: str | None) -> ModelSpec:
@@ -167,10 +188,16 @@ class Distillation(Fusion):
 
     def predictor(self, parcels: Inbox, learner: Learner) -> Predictor:
         assert isinstance(learner, Student)
-        return Single([learner.network.spec], parcels.class_names, [learner.network])
+        return Single([learner.network.spec], parcels.class_names, [learner.answer()])
 
     def pool(self, teachers: Teachers, proxy: Dataset | None) -> Pool:
         return Pool(teachers.specs[0], len(teachers), teachers.device)
+
+    def shown(self, held: int) -> int:
+        """How many images the learner sees in all its epochs, from a pool that holds some at first."""
+        s = self.settings
+        made = getattr(s, "images", 0) if self.synthetic else 0
+        return s.passes * (s.epochs * held + made * s.epochs * (s.epochs + 1) // 2)
 
     def grow(self, pool: Pool, teachers: Teachers, learner: Learner, seed: int, epoch: int) -> dict[str, float]:
         """More images for the pool, before the epoch that follows ``epoch`` finished ones; what to note about them."""
@@ -198,14 +225,17 @@ class Distillation(Fusion):
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         s, seed = self.settings, server.seed
         teaching, most = teaching_of(s.teacher, parcels, server), max(s.batch, getattr(s, "images", 0))
-        teachers = Teachers(parcels, server.device, s.resident, most, s.precision, teaching)
+        teachers = Teachers(parcels, server.device, s.resident, most, s.precision, teaching, s.compile)
         pool = self.pool(teachers, server.proxy)
         learner = self.learner(parcels, seed).to(server.device)
+        views = self.shown(len(pool)) * (1 + len(teachers) / 3)  # an answer costs a third of a step of training
+        teachers.quicken(views, {s.batch, getattr(s, "images", s.batch)})
+        learner.quicken(s.compile, views, s.batch)
         optimizer = self._optimizer(learner)
         identity = digest(
             [
                 self.name,
-                s.model_dump(mode="json"),
+                s.model_dump(mode="json", exclude={"compile"}),  # of the machine, not of the work
                 seed,
                 [m.digest for m in parcels.manifests],
                 None if server.proxy is None else server.proxy.digest,
@@ -346,7 +376,7 @@ class Lesson:
         )
         self.rng = torch.Generator(device=teachers.device)
         self.total = torch.zeros((), device=teachers.device)
-        self.captured = Captured((self.rng,)) if teachers.device.type == "cuda" and teachers.together else None
+        self.captured = teachers.recorder(self.rng)
 
     def over(self, pool: Pool, order: Iterator[Tensor], seed: int) -> float:
         """One epoch; the mean loss."""

@@ -25,7 +25,8 @@ from flyby.fusion.distilled.teachers import Teachers
 from flyby.models import ModelSpec
 from flyby.models.generator import Generator
 from flyby.rng import generator, seed_of
-from flyby.training.graphs import Captured, one_shape
+from flyby.training.graphs import one_shape
+from flyby.training.steps import autocast
 
 
 class SynthesisSettings(FusionSettings):
@@ -76,10 +77,12 @@ class Synthesis:
         self.best = torch.empty((settings.images, spec.channels, *spec.size), device=device)
         self.least, self.distance = torch.zeros((), device=device), torch.zeros((), device=device)
         on_gpu = device.type == "cuda"
+        if on_gpu:
+            self.maker.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = torch.optim.Adam(
             [*self.maker.parameters(), self.z], lr=settings.generator_lr, betas=settings.betas, capturable=on_gpu
         )
-        self.captured = Captured((self.rng,)) if on_gpu and teachers.together else None
+        self.captured = teachers.recorder(self.rng)
 
     def _fresh(self, rng: torch.Generator) -> Generator:
         spec = self.teachers.specs[0]
@@ -110,7 +113,8 @@ class Synthesis:
 
     def _step(self) -> None:
         bn, apart = self.share * self.settings.bn or None, relative if self.settings.bn_form == "relative" else distance
-        x = self.maker(self.z)
+        with autocast(self.teachers.precision, self.teachers.device):
+            x = self.maker(self.z)
         seen = self.teachers.view(x, self.rng) if self.augment else x
         loss, off, gradient = self.teachers.pull(seen, lambda x, said: self.objective(x, said, self.targets), bn, apart)
         better = loss < self.least  # decided on the device: nothing waits for it

@@ -6,16 +6,18 @@ gives it a large negative logit, and in a mean of logits that is a veto. Any ser
 (``experts-calibrated``, ``iffi``, ``ensemble-median`` ...) teaches with the logarithm of its chances; its settings
 follow a colon, ``ensemble:mean=logits;weights=size``.
 
+On a GPU the networks answer in their frozen form (``frozen``), and with L_BN as they came.
+
 Memory. With W the bytes of a client's weights, A those of its activations for one image, n images in a batch and K
-clients: ``resident: all`` K (W + n A); ``resident: one`` W + n A on the device and K W on the host, at the price of a
-second forward pass. Beside it stay the pool, N (H W channels + 4 K C) bytes and once more for the checkpoint's copy,
-and the student, 4 W + n A.
+clients: ``resident: all`` K (W + n A), on a GPU K W / 2 more for the frozen forms; ``resident: one`` W + n A on the
+device and K W on the host, at the price of a second forward pass. Beside it stay the pool, N (H W channels + 4 K C)
+bytes and once more for the checkpoint's copy, and the student, 4 W + n A.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal
 
@@ -26,12 +28,15 @@ from torch import Tensor, nn
 from flyby.errors import BadInput, unknown
 from flyby.fusion.base import FUSIONS, Fusion, Server
 from flyby.fusion.distilled.batchnorm import Apart, distance, norms, with_distance, without_distance
+from flyby.fusion.distilled.frozen import as_written, compiled, frozen
 from flyby.fusion.distilled.views import crop_and_flip, site_views
 from flyby.fusion.predictor import Ensemble, Predictor, mean_of_those
 from flyby.models import ModelSpec, Network
 from flyby.parcels.inbox import Inbox
 from flyby.settings import build, parse_assignment
-from flyby.training.steps import autocast
+from flyby.training.graphs import Captured
+from flyby.training.settings import Compile, TrainSettings
+from flyby.training.steps import autocast, fully_compiled, halved
 
 Resident = Literal["auto", "all", "one"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -172,19 +177,26 @@ class Teachers:
         batch: int = 256,
         precision: Precision = "auto",
         teaching: Teaching | None = None,
+        compile: Compile = "auto",
     ) -> None:
         self.device, self.precision, self.batch = torch.device(device), precision, batch
+        self.how, self.alike = compile, frozenset[int]()
         self.teaching = teaching or Teaching()
         self.pad, self.mirror = site_views(parcels)
         self.specs = [m.spec for m in parcels.manifests]
         self.classes = self.specs[0].classes
         each = {spec: memory_of(spec) for spec in self.specs}
         needed = sum(weights + batch * activations for weights, activations in (each[spec] for spec in self.specs))
+        needed += sum(each[spec][0] for spec in self.specs) // 2 if self.device.type == "cuda" else 0
         self.together = resident == "all" or (resident == "auto" and needed <= ROOM.get(self.device.type, 2 << 30))
         home = self.device if self.together else torch.device("cpu")
         self._networks: list[Network] = []
+        self._frozen: list[Network] = []
         for item in parcels:
-            network = item.network(home).eval().requires_grad_(False)
+            network = item.network().eval().requires_grad_(False)
+            if self.device.type == "cuda" and self.together:
+                self._frozen.append(frozen(network, self.device, halved(precision, self.device)))
+            network.to(home)
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self._networks.append(network)
         self.guests = (
@@ -217,6 +229,25 @@ class Teachers:
                 guest.load_state_dict(network.state_dict())
             yield guest or network
 
+    def answering(self) -> Iterator[Network]:
+        """The same for answers alone, in their frozen form where there is one."""
+        return iter(self._frozen) if self._frozen else self.networks()
+
+    def quicken(self, views: float, sizes: Iterable[int]) -> None:
+        """Compile those that are to see so many ``views`` that it pays; only batches of these ``sizes`` are then
+        answered by compiled networks."""
+        for network in self._frozen:
+            settings = TrainSettings(compile=self.how)
+            if fully_compiled(settings, network.spec, self.device, views) and compiled(network):
+                self.alike = frozenset(sizes)
+
+    def recorder(self, *rngs: torch.Generator) -> Captured | None:
+        """What replays a step in which these networks answer, where it can be recorded."""
+        return Captured(rngs) if self.device.type == "cuda" and self.together and self.how != "off" else None
+
+    def _unlike(self, count: int) -> AbstractContextManager[Any]:
+        return as_written(bool(self.alike) and count not in self.alike)
+
     def view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """Images in 0..1 shifted and mirrored as the sites' own were."""
         return crop_and_flip(x, self.pad, self.mirror, rng)
@@ -224,14 +255,17 @@ class Teachers:
     def say(self, x: Tensor) -> Tensor:
         """What every client says of the images, [K, N, D], without gradient; networks are the outer loop, so that each
         is fetched once."""
-        say = self.teaching.say
         with torch.no_grad(), autocast(self.precision, self.device):
             return torch.stack(
                 [
-                    torch.cat([say(network, normalise(part, network.spec)) for part in torch.split(x, self.batch)])
-                    for network in self.networks()
+                    torch.cat([self._one(network, part) for part in torch.split(x, self.batch)])
+                    for network in self.answering()
                 ]
             )
+
+    def _one(self, network: Network, x: Tensor) -> Tensor:
+        with self._unlike(len(x)):
+            return self.teaching.say(network, normalise(x, network.spec))
 
     def answer(self, weights: Tensor, said: Tensor) -> Tensor:
         """The teacher's log-scores [N, C]."""
@@ -246,13 +280,15 @@ class Teachers:
         One network at a time, the chain rule is cut at what clients say: that is found first without gradient, then
         each network pulls its part of dL back to the images by itself.
         """
+        members = self.answering if bn is None else self.networks
         x, (see, bn) = x.detach().requires_grad_(), (without_distance, 0.0) if bn is None else (with_distance, bn)
         say = self.teaching.say
         if self.together:
             with autocast(self.precision, self.device):
-                outs, distances = zip(
-                    *(see(net, normalise(x, net.spec), apart, say) for net in self.networks()), strict=True
-                )
+                with self._unlike(len(x)):
+                    outs, distances = zip(
+                        *(see(net, normalise(x, net.spec), apart, say) for net in members()), strict=True
+                    )
                 total = torch.stack(distances).sum()
                 loss = objective(x, torch.stack(outs)) + bn * total
             (gradient,) = torch.autograd.grad(loss, x)
