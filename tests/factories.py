@@ -189,10 +189,14 @@ def wait_for(condition: Callable[[], bool], what: str, process: subprocess.Popen
 
 
 def finish(process: subprocess.Popen[str], number: signal.Signals | None = None, *, group: bool = True) -> Answer:
-    """Send a signal, if one is given, and wait for the end."""
+    """Send a signal, if one is given, and wait for the end; who does not end by then does not stay behind."""
     if number is not None:
         (os.killpg if group else os.kill)(process.pid, number)
-    out, err = process.communicate(timeout=WAIT)
+    try:
+        out, err = process.communicate(timeout=WAIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return Answer(process.returncode, out, err)
 
 
