@@ -267,7 +267,13 @@ def same_run(left: Path, right: Path) -> None:
     names = sorted(p.name for p in (left / "parcels").glob("*.parcel"))
     assert names
     assert names == sorted(p.name for p in (right / "parcels").glob("*.parcel"))
-    for name in ["split.json", "ledger.json", "global/model.safetensors", *(f"parcels/{n}" for n in names)]:
+    for name in [
+        "split.json",
+        "ledger.json",
+        "right.json",
+        "global/model.safetensors",
+        *(f"parcels/{n}" for n in names),
+    ]:
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
     assert rows_of(left) == rows_of(right)
     assert {k: v for k, v in result_of(left).items() if k not in TIMED} == {

@@ -47,7 +47,8 @@ from flyby.runs.methods import check_pair
 from flyby.runs.progress import Progress
 from flyby.training.checkpoint import load_checkpoint
 
-FILES = ["config.json", "global", "ledger.json", "metrics.jsonl", "parcels", "report.html", "result.json", "split.json"]
+FILES = ["config.json", "global", "ledger.json", "metrics.jsonl", "parcels", "report.html", "result.json"]
+FILES += ["right.json", "split.json"]
 QUICK = ("--device", "cpu", "--engine", "inline", "--quiet")
 NAMES = ("rows", "columns", "checks")
 
