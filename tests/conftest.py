@@ -1,4 +1,5 @@
-"""What all tests share: a private cache, one thread, quiet hypothesis, an end when a worker dies, and the digits."""
+"""What all tests share: a private cache, one thread, quiet hypothesis, an end when a worker dies, the digits, and
+reports without pictures for those who ask."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import atexit
 import os
 import shutil
 import tempfile
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +14,16 @@ from hypothesis import HealthCheck, settings
 
 from flyby.data import sources
 from flyby.data.dataset import DataBundle
+from flyby.drawing import Drawing
+
+pytest_plugins = ("ending",)
 
 # At import, so that subprocesses inherit it too: no test reads or fills the user's own cache.
 os.environ["FLYBY_CACHE"] = tempfile.mkdtemp(prefix="flyby-tests-")
 atexit.register(shutil.rmtree, os.environ["FLYBY_CACHE"], ignore_errors=True)
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of some two hundred processes compiles flyby again
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime tells its maker of every session otherwise
 torch.set_num_threads(1)  # one order of sums: the same bytes everywhere
 settings.register_profile(
@@ -32,22 +36,17 @@ settings.register_profile(
 settings.load_profile("flyby")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object | None) -> None:
-    """A worker that dies ends the whole run, at once and with a failure: xdist's replacement for it can wait for ever,
-    and without one the others finish all that was given to them first."""
-    if error:
-        try:
-            where = node.config.pluginmanager.getplugin("dsession").sched.remove_node(node)
-        except KeyError:  # it had no tests yet
-            where = None
-        pytest.exit(f"worker {node.gateway.id} died {f'in {where}' if where else 'between tests'}", returncode=1)
-
-
 @pytest.fixture(scope="session")
 def digits() -> DataBundle:
     """The 1,797 handwritten digits (8x8, grey), a fifth of them for testing."""
     return sources.load("digits", holdout=0.2)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do many runs and look at their numbers and files: reports are written with no pictures in them,
+    which are most of what a small run costs."""
+    monkeypatch.setattr(Drawing, "both", lambda self, key, label, /, *args, **kwargs: f"<svg><!-- {key} --></svg>")
 
 
 LONG = ["flower", "golden", "ray", "packaging", "examples", "suite", "api", "run"]

@@ -189,10 +189,14 @@ def wait_for(condition: Callable[[], bool], what: str, process: subprocess.Popen
 
 
 def finish(process: subprocess.Popen[str], number: signal.Signals | None = None, *, group: bool = True) -> Answer:
-    """Send a signal, if one is given, and wait for the end."""
+    """Send a signal, if one is given, and wait for the end; who does not end by then does not stay behind."""
     if number is not None:
         (os.killpg if group else os.kill)(process.pid, number)
-    out, err = process.communicate(timeout=WAIT)
+    try:
+        out, err = process.communicate(timeout=WAIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return Answer(process.returncode, out, err)
 
 
@@ -263,7 +267,13 @@ def same_run(left: Path, right: Path) -> None:
     names = sorted(p.name for p in (left / "parcels").glob("*.parcel"))
     assert names
     assert names == sorted(p.name for p in (right / "parcels").glob("*.parcel"))
-    for name in ["split.json", "ledger.json", "global/model.safetensors", *(f"parcels/{n}" for n in names)]:
+    for name in [
+        "split.json",
+        "ledger.json",
+        "right.json",
+        "global/model.safetensors",
+        *(f"parcels/{n}" for n in names),
+    ]:
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
     assert rows_of(left) == rows_of(right)
     assert {k: v for k, v in result_of(left).items() if k not in TIMED} == {

@@ -121,7 +121,7 @@ def test_the_library_logs_and_only_commands_print(path: Path) -> None:
     assert not [call.lineno for call in calls if ast.unparse(call.func) == "print"]
 
 
-FILES = ("result.json", "metrics.jsonl", "report.html", "schedule.json", "split.json", "extra.json")
+FILES = ("result.json", "right.json", "metrics.jsonl", "report.html", "schedule.json", "split.json", "extra.json")
 
 
 @every

@@ -7,14 +7,16 @@ import base64
 import json
 import os
 import re
-import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from factories import call, command, done, one_line, random_parcel
+from factories import call, done, one_line, random_parcel
 from flyby import files
+from flyby.commands.keys import trust
 from flyby.errors import BadInput
 from flyby.fusion.base import Server
 from flyby.fusion.predictor import Predictor, check_replaceable
@@ -200,17 +202,22 @@ def test_a_key_of_small_order_is_refused_wherever_it_comes_from(tmp_path: Path) 
                 Trust.load(tmp_path / "trust.json")
 
 
-def test_keys_trusted_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+def test_keys_trusted_at_the_same_time_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is on an open file, so that threads stand for processes; each reads long before it writes."""
     names = [f"site-{k}" for k in range(6)]
     for name in names:
         signing.new_key(name, tmp_path)
-    trust = tmp_path / "trust.json"
-    going = [
-        subprocess.Popen(command("keys", "trust", trust, tmp_path / f"{name}.pub"), stdout=subprocess.DEVNULL)
-        for name in names
-    ]
-    assert [process.wait() for process in going] == [0] * len(names)
-    assert sorted(Trust.load(trust).senders) == names
+    path, real = tmp_path / "trust.json", Trust.load
+
+    def slow(where: Path) -> Trust:
+        found = real(where)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(Trust, "load", slow)
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: trust(path, tmp_path / f"{name}.pub"), names))
+    assert sorted(real(path).senders) == names
 
 
 def test_half_a_key_pair_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

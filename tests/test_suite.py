@@ -1,9 +1,11 @@
-"""The suite itself: a worker that dies, or a test that nothing stops, ends the run soon and with a failure."""
+"""The suite itself: a worker that dies, or a test that nothing stops, ends the run soon and with a failure; Ctrl-C is
+heard where whoever started the run does not hear it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,9 +17,11 @@ from factories import WAIT
 
 HERE = Path(__file__).parent
 KILLED = """
-import os, pathlib
+import os, pathlib, signal
 def test_killed():
     pathlib.Path(__file__).with_suffix(".over").touch()
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        pathlib.Path(__file__).with_suffix(".deaf").touch()
     os.kill(os.getpid(), 9)
 """
 LONG = "import time\ndef test_long(): time.sleep(3000)"
@@ -32,8 +36,12 @@ def test_deaf():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [(KILLED, LONG), (DEAF, LONG)], ids=["killed", "deaf"])
-def test_a_run_that_lost_a_worker_ends_within_a_minute(tmp_path: Path, files: tuple[str, ...]) -> None:
-    shutil.copy(HERE / "conftest.py", tmp_path)
+def test_a_run_that_lost_a_worker_ends_within_a_minute(
+    tmp_path: Path, files: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    """As a script starts it with ``&``, where nobody hears Ctrl-C."""
+    assert request.config.pluginmanager.has_plugin("ending"), "conftest.py has it too"
+    shutil.copy(HERE / "ending.py", tmp_path / "conftest.py")
     for number, code in enumerate(files):
         (tmp_path / f"test_{number}.py").write_text(code)
     words = ["-c", HERE.parent / "pyproject.toml", "--rootdir", tmp_path, "-p", "no:cacheprovider", "-n", 2, tmp_path]
@@ -45,8 +53,10 @@ def test_a_run_that_lost_a_worker_ends_within_a_minute(tmp_path: Path, files: tu
         text=True,
         timeout=WAIT,
         check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     seconds = time.time() - min(path.stat().st_mtime for path in tmp_path.glob("*.over"))
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "died in test_" in ended.stdout
     assert seconds < 60
+    assert not list(tmp_path.glob("*.deaf")), "Ctrl-C is not heard"

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from factories import call, done, one_line
+from flyby.runs.answers import Answers
+from flyby.runs.folder import Run
 
 
 def folder(place: Path, **changes: Any) -> Path:
@@ -84,6 +87,53 @@ def test_nodes_that_met_are_paired(tmp_path: Path) -> None:
     assert [row[-1] for row in table(said)[2:]] == ["", "-20.00 ± 5.77, p 0.250"]
     assert "pairs nodes" in said
     assert "only these means" not in said
+
+
+def answers(run: Path, wrong: set[int], count: int = 20, images: str = "digest") -> Path:
+    """The run's answers: all right but these."""
+    Answers.of(images, torch.tensor([i not in wrong for i in range(count)])).save(Run(run).right)
+    return run
+
+
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    one, other = folder(tmp_path / "one", accuracy=0.9), folder(tmp_path / "two", accuracy=0.55, method="local")
+    return answers(one, {0, 1}), answers(other, {1, *range(10, 18)})
+
+
+def test_images_are_paired(tmp_path: Path) -> None:
+    """Of 20 images both have 10 right and 1 wrong; the first alone 8, the second alone 1. McNemar's exact p is
+    2 (C(9, 0) + C(9, 1)) / 2^9 = .0390625; of 9 tosses with 1 head, Clopper and Pearson's interval is .00281 to
+    .482497, and 9 / 20 (2 t - 1) of it -44.75 to -1.58 points."""
+    said = done("compare", *two(tmp_path)).out
+    assert [row[-1] for row in table(said)[2:]] == ["", "-35.00 [-44.75, -1.58], 1 : 8, p 0.039"]
+    assert "pairs 20 test images" in said
+    assert "only these means" not in said
+    best, other = done("compare", tmp_path, "--json").json["runs"]
+    assert "p" not in best
+    assert (other["p"], other["difference"], other["right_alone"], other["wrong_alone"]) == (0.0390625, -35.0, 1, 8)
+
+
+@pytest.mark.parametrize("change", ["older", "other images", "fewer images"])
+def test_runs_that_cannot_be_paired_are_compared_by_their_means(tmp_path: Path, change: str) -> None:
+    one, other = two(tmp_path)
+    if change == "older":
+        Run(other).right.unlink()
+    else:
+        answers(other, {3}, 19 if change == "fewer images" else 20, "digest" if change == "fewer images" else "others")
+    said = done("compare", one, other).out
+    assert len(table(said)[0]) == 10
+    assert "only these means can be compared" in said
+    third = answers(folder(tmp_path / "three", accuracy=0.95), {0})
+    said = done("compare", one, other, third).out
+    assert [row[-1] for row in table(said)[2:]] == ["", "-5.00 [-5.00, +4.75], 0 : 1, p 1.000", ""]
+    assert "without answers per image: two." in said
+
+
+def test_damaged_answers_are_one_line(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    for text in ('{"images": "a", "count": 20, "right": "ff"}', '{"images": "a", "count": 8, "right": "xy"}', "[]"):
+        Run(other).right.write_text(text)
+        assert "right.json" in one_line(call("compare", one, other))
 
 
 def test_one_run_or_none_is_refused(tmp_path: Path) -> None:

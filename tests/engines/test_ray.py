@@ -87,7 +87,8 @@ def machines() -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_gcs_server_port_wait_time_s", str(int(WAIT)))
         # The rule and the function of this file run in workers.
-        patch.setenv("PYTHONPATH", os.pathsep.join(str(place) for place in Path(__file__).parents[:2]))
+        places = [*map(str, Path(__file__).parents[:2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
         import ray
         from ray._private import services
         from ray.cluster_utils import Cluster
@@ -441,6 +442,7 @@ def test_the_cells_of_a_study_run_at_once_and_give_the_rows_of_inline(cluster: A
         title="Tiny",
         methods=["fedavg", "fafi"],
         fusions=["fedavg", "ensemble"],
+        clients=[3],
         model="mlp",
         epochs=2,
         settings=["locals=false", "train.lr=1e4"],

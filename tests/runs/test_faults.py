@@ -216,6 +216,7 @@ class FullDisk:
         return call(*words)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_whichever_write_of_a_run_finds_the_disk_full(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +284,7 @@ def mounted(place: Path, *options: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("engine", ["inline", "processes"])
 @pytest.mark.parametrize("kilobytes", [100, 300])
+@pytest.mark.usefixtures("undrawn")
 def test_a_disk_that_is_really_full(engine: str, kilobytes: int, reference: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with mounted(disk, "-o", f"size={kilobytes}k"):

@@ -17,6 +17,7 @@ from flyby.meeting.candidate import Candidate, by_spec
 from flyby.meeting.settings import OrientSettings
 from flyby.meeting.stack import Stack
 from flyby.meeting.tuning import stack_logits
+from flyby.models.optimisers import LBFGS
 
 
 def fit_weights(
@@ -40,7 +41,7 @@ def fit_weights(
         else torch.full((models,), 1 / models, dtype=torch.float64)
     )
     free.requires_grad_()
-    optimizer = torch.optim.LBFGS(
+    optimizer = LBFGS(
         [free], max_iter=steps, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe"
     )
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from flyby.errors import BadInput
+from flyby.models.memory import allocate
 from flyby.models.spec import ModelSpec
 from flyby.settings import complaint
 
@@ -115,6 +116,6 @@ def build(kind: type[Encoder] | type[Decoder], spec: DecoderSpec, generator: tor
     """An encoder or decoder with fresh weights; torch's global generator is neither read nor changed."""
     with torch.device("meta"):
         module = kind(spec)
-    module = module.to_empty(device="cpu")
+    module = allocate(module, "cpu")
     initialise(module, generator)
     return module

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyby.models.heads import uniform_fan_in
+from flyby.models.memory import allocate
 
 
 class Generator(nn.Module):
@@ -47,7 +48,7 @@ class Generator(nn.Module):
         """A new one with every number drawn from the generator; torch's global state is neither read nor changed."""
         with torch.device("meta"):
             made = cls(size, channels, latent, width)
-        made.to_empty(device=generator.device).initialise(generator)
+        allocate(made, generator.device).initialise(generator)
         return made
 
     def forward(self, z: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from flyby import rng
 from flyby.errors import BadInput, unknown
 from flyby.models.backbones import Backbone, Named, check_name, is_name
 from flyby.models.heads import HEADS, Head, uniform_fan_in
+from flyby.models.memory import allocate
 from flyby.models.networks import ARCHITECTURES
 from flyby.models.shifts import WAYS, shifted
 from flyby.models.tune import Tuned, standing_on
@@ -199,7 +200,7 @@ class ModelSpec(Grown):
         So one generator gives the same bytes on every device, and torch's global state is neither read nor changed.
         """
         generator = rng.generator("flyby", "default model") if generator is None else generator
-        network = self.skeleton().to_empty(device=generator.device)
+        network = allocate(self.skeleton(), generator.device)
         network.initialise(generator)
         return network.to(device)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from flyby.data.site import Site
 from flyby.errors import BadInput
 from flyby.models import ModelSpec, Network
+from flyby.models.optimisers import Adam
 from flyby.models.shifts import WAYS, shifted, spread, ways_of
 from flyby.objectives.base import Batch, Objective, ObjectiveSettings
 from flyby.rng import generator
@@ -115,7 +116,7 @@ def told_apart(spec: ModelSpec, site: Site, shift: str, seed: int) -> tuple[floa
     images = F.adaptive_avg_pool2d(images, size)
     small = ModelSpec(name="cnn-small", classes=WAYS, channels=spec.channels, size=size, width=0.5)
     network = small.build(rng).train()
-    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    optimizer = Adam(network.parameters(), lr=3e-3)
     learn, judge = images[judged:], images[:judged]
     for _ in range(STEPS):
         rows = torch.randint(len(learn), (BATCH,), generator=rng)

@@ -14,6 +14,7 @@ from flyby.files import read_json
 from flyby.fusion.quality import SURE, wilson
 from flyby.names import natural
 from flyby.report.page import number
+from flyby.runs.answers import Answers
 from flyby.runs.folder import Run
 from flyby.runs.paired import mean_error
 
@@ -31,6 +32,7 @@ class RunData:
     ledger: dict[str, Any] = field(default_factory=dict)
     extra: list[dict[str, Any]] = field(default_factory=list)
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    answers: Answers | None = None
 
     @classmethod
     def read(cls, folder: Path) -> RunData:
@@ -46,6 +48,7 @@ class RunData:
             ledger=_whole(run.ledger, dict),
             extra=_whole(run.extra, list),
             nodes=read_nodes(run.nodes, judged if isinstance(judged, dict) else ()),
+            answers=Answers.load(run.right),
         )
 
     @property

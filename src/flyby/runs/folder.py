@@ -135,6 +135,7 @@ class Run:
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.json"
         self.extra = self.path / "extra.json"
+        self.right = self.path / "right.json"
         self.schedule = self.path / "schedule.json"
         self.plan = self.path / "plan.csv"
         self.journal = self.path / "journal.jsonl"

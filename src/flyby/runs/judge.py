@@ -73,9 +73,10 @@ class Common:
 @dataclass(frozen=True)
 class Seen:
     """What one model is worth: on the common test images, in all and by class; and for some participants on their own
-    images, with figures on the common ones weighted as their classes."""
+    images, with figures on the common ones weighted as their classes. ``right``: which test images it had right."""
 
     accuracy: float
+    right: Tensor
     by_class: list[float | None]
     own: dict[str, float]
     common: dict[str, Figures]
@@ -110,14 +111,15 @@ class Judge:
                 own[name] = own_accuracy(by_class, mix)
             if chances is not None and self.common is not None:
                 common[name] = weighted_figures(chances, self.common.part.labels, mix)
-        return Seen(accuracy(scores, self.test.labels), by_class, own, common)
+        right = scores.argmax(1) == self.test.labels.cpu()
+        return Seen(accuracy(scores, self.test.labels), right, by_class, own, common)
 
-    def judged(self, predictor: Predictor | None, sent: Inbox, locals_too: bool) -> dict[str, Any]:
-        """All accuracies of a fused model (None: everybody keeps its own), and of each participant's model alone."""
-        alone = self.alone(sent) if predictor is None or locals_too else {}
+    def judged(self, fused: Seen | None, sent: Inbox, locals_too: bool) -> dict[str, Any]:
+        """All accuracies of a fused model that was looked at for all participants (None: everybody keeps its own), and
+        of each participant's model alone."""
+        alone = self.alone(sent) if fused is None or locals_too else {}
         accuracies = {name: seen.accuracy for name, seen in alone.items()}
-        if predictor is not None:
-            fused = self.look(predictor, self.split.shares)
+        if fused is not None:
             overall, by_class, answers = fused.accuracy, fused.by_class, dict.fromkeys(self.split.shares, fused)
         else:
             overall, by_class = (

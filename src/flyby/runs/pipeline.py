@@ -27,12 +27,14 @@ from flyby.files import write_json
 from flyby.fusion.base import Server
 from flyby.fusion.closed.base import ClosedForm
 from flyby.fusion.closed.kept import write_kept
+from flyby.fusion.evaluation import digest_of
 from flyby.fusion.predictor import save_predictor
 from flyby.machine import hardware, peak_memory_mb, pick_device, versions
 from flyby.meeting.measure import per_class
 from flyby.names import check_name
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
+from flyby.runs.answers import Answers
 from flyby.runs.attacks import assault, met, success
 from flyby.runs.config import Plan, RunConfig, data_of, plan
 from flyby.runs.crossing import Road
@@ -214,7 +216,10 @@ def fuse_and_judge(opened: Opened, uploads: Uploads) -> tuple[dict[str, Any], Le
     opened.mark("fuse")
     chosen_by = replace(bundle, test=held_out(bundle, split), validation=None) if config.judge == "held-out" else bundle
     judge = Judge(chosen_by, split, device)
-    found = judge.judged(predictor, sent, config.locals) | {"test_images": len(judge.test)} | found
+    fused = None if predictor is None else judge.look(predictor, split.shares)
+    if fused is not None:
+        Answers.of(digest_of(judge.test.images), fused.right).save(run.right)
+    found = judge.judged(fused, sent, config.locals) | {"test_images": len(judge.test)} | found
     if rule is not None and (teacher := rule.teacher(let_in, server)) is not None:
         found["teacher_accuracy"] = judge.look(teacher).accuracy
     honest = sent if uploads.sent == uploads.honest else Inbox(uploads.honest)

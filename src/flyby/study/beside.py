@@ -3,7 +3,7 @@ difference between two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ from flyby.data.splits import SplitSettings
 from flyby.errors import BadInput
 from flyby.report import page
 from flyby.report.read import RunData, runs_in
+from flyby.runs.answers import Discord
 from flyby.runs.paired import Paired
 from flyby.study.sheet import Entry, Part, Sheet, Table, plain
+
+Gap = Paired | Discord
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunData]:
@@ -27,16 +30,16 @@ def read_runs(folders: Iterable[Path]) -> list[RunData]:
 def beside(runs: list[RunData]) -> Sheet:
     """The most accurate run first; a run is called by its folder."""
     runs = sorted(runs, key=lambda run: -(run.accuracy if run.accuracy is not None else -1.0))
-    gaps = [_paired(run, runs[0]) for run in runs]
+    gaps = [None if run is runs[0] else _paired(run, runs[0]) for run in runs]
     heads = ["run", "method", "rule", "data", "accuracy, %", "95 % interval", "MB up", "seconds", "uploads", "split"]
     heads += ["to the best, points"] if any(gaps) else []
     lines = [_line(run, gap, any(gaps)) for run, gap in zip(runs, gaps, strict=True)]
     align = "llllrrrrrl" + "r" * any(gaps)
-    table = Table(heads, align, lines, below=_verdict(runs, any(gaps)))
+    table = Table(heads, align, lines, below=_verdict(runs, gaps))
     return Sheet("compare", f"{len(runs)} runs compared", "", [Part("", [table])])
 
 
-def _line(run: RunData, gap: Paired | None, paired: bool) -> list[Entry]:
+def _line(run: RunData, gap: Gap | None, paired: bool) -> list[Entry]:
     result, ends = run.result, run.interval()
     number = {name: page.number(result.get(name)) for name in ("bytes_up", "uploads", "seed", "clients", "alpha")}
     shaped = SplitSettings(name=str(result.get("split"))).uses_alpha
@@ -54,32 +57,66 @@ def _line(run: RunData, gap: Paired | None, paired: bool) -> list[Entry]:
         "split_hash": run.split_hash,
         "run": run.name,
     }
-    if gap is not None:
+    if isinstance(gap, Discord):
+        facts |= gap.facts()
+    elif gap is not None:
         facts |= {"difference": 100 * gap.mean, "p": gap.p}
     words = [page.name(result.get(name)) for name in ("method", "fusion", "data")]
     costs = [page.megabytes(number["bytes_up"]), page.seconds(run.seconds), page.count(number["uploads"])]
-    shown = "" if gap is None else f"{100 * gap.mean:+.2f}"
-    if gap is not None and gap.error is not None:
-        shown += f" ± {100 * gap.error:.2f}, p {gap.p:.3f}"
     accuracy = "-" if run.accuracy is None else f"{100 * run.accuracy:.2f}"
     return [
         *plain(run.name, *words),
         Entry(accuracy, facts=facts),
-        *plain(page.interval(ends), *costs, run.split_hash or page.NONE, *([shown] if paired else [])),
+        *plain(page.interval(ends), *costs, run.split_hash or page.NONE, *([_shown(gap)] if paired else [])),
     ]
 
 
-def _paired(run: RunData, best: RunData) -> Paired | None:
-    """Nodes that met are judged one by one: on the same split their differences can be paired."""
+def _shown(gap: Gap | None) -> str:
+    if gap is None or isinstance(gap, Discord):
+        return "" if gap is None else str(gap)
+    error = "" if gap.error is None else f" ± {100 * gap.error:.2f}, p {gap.p:.3f}"
+    return f"{100 * gap.mean:+.2f}{error}"
+
+
+def _paired(run: RunData, best: RunData) -> Gap | None:
+    """Image by image, where both keep their answers to the same test images; nodes that met are judged one by one, and
+    on the same split their differences can be paired."""
     mine, other = run.scores("per_client"), best.scores("per_client")
-    if run is best or not (run.met and best.met) or not run.split_hash or run.split_hash != best.split_hash:
+    if (images := Discord.of(run.answers, best.answers)) is not None:
+        return images
+    if not (run.met and best.met) or not run.split_hash or run.split_hash != best.split_hash:
         return None
     both = [(a, b) for name, a in mine.items() if a is not None and (b := other.get(name)) is not None]
     return Paired.of([a for a, _ in both], [b for _, b in both]) if both else None
 
 
-def _verdict(runs: list[RunData], paired: bool) -> list[str]:
+def _verdict(runs: list[RunData], gaps: Sequence[Gap | None]) -> list[str]:
     """What these runs have in common, and so what a difference between two of them means."""
+    return [*_common(runs), *_pairing(runs, gaps)]
+
+
+def _pairing(runs: list[RunData], gaps: Sequence[Gap | None]) -> list[str]:
+    """What the last column pairs, and which runs it cannot."""
+    if any(isinstance(gap, Paired) for gap in gaps):
+        return ["The last column pairs nodes: mean, its standard error, p of a sign-flip test."]
+    left = [run.name for run, gap in zip(runs[1:], gaps[1:], strict=True) if gap is None]
+    images = [gap.images for gap in gaps if isinstance(gap, Discord)]
+    if images:
+        told = (
+            f"The last column pairs {images[0]:,} test images with {runs[0].name}'s: difference and its 95 %"
+            " interval, how many images the run alone had right and how many it alone had wrong, p of McNemar's exact"
+            " test."
+        )
+        return [told, *([f"Not on the same images, or without answers per image: {', '.join(left)}."] if left else [])]
+    if len({(str(run.result.get("data")), run.split_hash) for run in runs}) > 1 or not runs[0].split_hash:
+        return []  # that has been said to be another matter
+    return [
+        "These run folders hold no answers per image (an older flyby's, or no one model for all of them), or not to"
+        " the same images, so that only these means can be compared, and no difference has an interval of its own."
+    ]
+
+
+def _common(runs: list[RunData]) -> list[str]:
     data = {str(run.result.get("data")) for run in runs}
     splits = {run.split_hash for run in runs}
     told = ["Intervals are of the test images (Wilson), or over the nodes that met."]
@@ -88,11 +125,4 @@ def _verdict(runs: list[RunData], paired: bool) -> list[str]:
     if len(splits) > 1 or "" in splits:
         many = f"{len(splits)} different splits" if "" not in splits else "splits that are not all known"
         return [*told, f"The runs are on {many}: a difference between two is partly the luck of the split."]
-    told.append(f"All runs are on the same split ({splits.pop()}): the same images in the same hands.")
-    if paired:
-        return [*told, "The last column pairs nodes: mean, its standard error, p of a sign-flip test."]
-    return [
-        *told,
-        "A run folder holds no answers per image, so that only these means can be compared, and no difference has an"
-        " interval of its own.",
-    ]
+    return [*told, f"All runs are on the same split ({splits.pop()}): the same images in the same hands."]

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from flyby.errors import BadInput, unknown
+from flyby.runs.answers import sign_test
 from flyby.runs.paired import mean_error
 from flyby.study.grid import Standing
 from flyby.study.sheet import MISSING, Entry, Part, Sheet, Table, plain
@@ -92,10 +93,8 @@ class Duel:
 
     @property
     def p(self) -> float:
-        """The sign test: how likely a score as uneven is if above and below were tosses of a coin; level ones say
-        nothing. 2 sum_{k >= max} C(n, k) / 2^n, at the most 1."""
-        n, most = self.above + self.below, max(self.above, self.below)
-        return min(1.0, sum(math.comb(n, k) for k in range(most, n + 1)) / float(2 ** (n - 1))) if n else 1.0
+        """The sign test; level ones say nothing."""
+        return sign_test(self.above, self.below)
 
 
 def lines_of(now: Standing) -> dict[str, Line]:

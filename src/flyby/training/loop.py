@@ -28,6 +28,7 @@ from flyby.errors import BadInput, Diverged
 from flyby.files import digest
 from flyby.models import ModelSpec
 from flyby.models.features import looked_at
+from flyby.models.optimisers import eagerly
 from flyby.parcels import parcel
 from flyby.rng import generator, legacy_numpy, seed_of
 from flyby.training.average import Average
@@ -187,7 +188,7 @@ class Session:
         row: Row = {"site": self.site.id, "epoch": epoch, **means, "lr": lr}
         row |= {name: value.tolist() for name, value in self.objective.epoch_state(self.model).items()}
         if len(self.val):
-            with torch.compiler.set_stance("force_eager"), self.sent():
+            with eagerly(), self.sent():
                 row |= evaluate_part(self.learner, self.val, settings.precision, self.device)
         self._check(row)
         return row | {"samples_per_second": round(len(self.train) / (time.perf_counter() - tick), 1)}
@@ -220,7 +221,7 @@ class Session:
     def _packed(self, epoch: int) -> parcel.Parcel:
         site, recipe, settings = self.site, self.recipe, self.objective.settings.model_dump(mode="json")
         # A compiled backbone serves training; other batch shapes are not worth a compilation.
-        with torch.compiler.set_stance("force_eager"):
+        with eagerly():
             extras, meta = (
                 (self.private_sums.extras(self.model.eval(), site), dict[str, Any]())
                 if self.private_sums

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyby.models.optimisers import Untold
+
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
 
@@ -32,7 +34,7 @@ def orthogonal(matrices: Tensor, steps: int = STEPS) -> Tensor:
     return found.to(matrices.dtype)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Untold):
     """Groups with ``muon`` true are made orthogonal, the others take SGD with the same momentum. Nothing in a step
     waits for the device; ``lr`` may be a tensor there."""
 

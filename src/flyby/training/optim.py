@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flyby.models.optimisers import SGD, Adam, AdamW
 from flyby.objectives.base import Objective
 from flyby.training import graphs
 from flyby.training.muon import Muon
@@ -35,8 +36,8 @@ def make_optimizer(model: nn.Module, objective: Objective, settings: TrainSettin
     if muon:
         return Muon(groups, settings.lr, settings.momentum)
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
-    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+        return SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=True)
+    kind = Adam if settings.optimizer == "adam" else AdamW
     return kind(groups, lr=settings.lr, fused=True, capturable=device.type == "cuda")
 
 

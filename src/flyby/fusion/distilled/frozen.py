@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from flyby.models import Network
+from flyby.models.optimisers import eagerly
 from flyby.rng import generator
 
 log = logging.getLogger(__name__)
@@ -114,4 +115,4 @@ def _twice(x: Tensor) -> Tensor:
 
 def as_written(if_so: bool = True) -> AbstractContextManager[Any]:
     """In here compiled networks run as they are written: for a shape, or a mode, that is not worth a compilation."""
-    return torch.compiler.set_stance("force_eager") if if_so else nullcontext()
+    return eagerly() if if_so else nullcontext()

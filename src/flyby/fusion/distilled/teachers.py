@@ -32,6 +32,7 @@ from flyby.fusion.distilled.frozen import as_written, compiled, frozen
 from flyby.fusion.distilled.views import crop_and_flip, site_views
 from flyby.fusion.predictor import Ensemble, Predictor, mean_of_those
 from flyby.models import ModelSpec, Network
+from flyby.models.memory import allocate
 from flyby.parcels.inbox import Inbox
 from flyby.settings import build, parse_assignment
 from flyby.training.graphs import Captured
@@ -200,10 +201,7 @@ class Teachers:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self._networks.append(network)
         self.guests = (
-            {
-                spec: spec.skeleton().to_empty(device=self.device).eval().requires_grad_(False)
-                for spec in set(self.specs)
-            }
+            {spec: allocate(spec.skeleton(), self.device).eval().requires_grad_(False) for spec in set(self.specs)}
             if home != self.device
             else {}
         )

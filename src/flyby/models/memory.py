@@ -1,0 +1,24 @@
+"""Memory for a network that so far has names and shapes only."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def allocate(module: M, device: torch.device | str) -> M:
+    """A module of the meta device, moved to one with memory; its numbers are whatever lies there.
+
+    What ``nn.Module.to_empty`` does, without its price: ``torch.empty_like`` of a meta tensor imports sympy and torch's
+    symbolic shapes, a second of every process that builds a network.
+    """
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    module._apply(empty)  # type: ignore[no-untyped-call]
+    return module
