@@ -18,7 +18,7 @@ from flyby.data.site import Part, Site
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, evaluation, load_predictor, save_predictor
 from flyby.fusion.base import Server
-from flyby.fusion.ensembles.best import Best, BestSettings, calibration_of
+from flyby.fusion.ensembles.best import LOUDEST, Best, BestSettings, calibration_of
 from flyby.fusion.ensembles.standardised import FLOOR, Standardised, StandardisedSettings, standardised
 from flyby.fusion.evaluation import scores_of, sizes
 from flyby.fusion.predictor import Predictor
@@ -295,7 +295,7 @@ def test_best_against_a_plain_loop(heads: tuple[str, ...], settings: dict[str, A
         of_all = [float(item.extras[f"moments.{name}"].double().square().sum()) for name in ("mean", "std")]
         for n in range(len(x)):
             squares = sum(float(one[n].square().sum()) for one in looks) / len(looks)
-            loud = (math.sqrt(squares) / math.sqrt(sum(of_all))) ** chosen.norms
+            loud = min(LOUDEST, math.sqrt(squares) / math.sqrt(sum(of_all))) ** chosen.norms
             said = {c: sum(cos(looks[r][n], rows[r][c]) for r in range(len(looks))) / len(looks) for c in range(3)}
             for c in held:
                 share = worth(COUNTS[k][c]) / sum(worth(counts[c]) for counts in COUNTS if counts[c])
@@ -308,6 +308,17 @@ def test_best_against_a_plain_loop(heads: tuple[str, ...], settings: dict[str, A
             for c in range(3):
                 expected[n, c] += loud * chosen.crowd * math.sqrt(item.manifest.samples) / whole * said[c]
     assert torch.allclose(found, expected, atol=2e-5)
+
+
+def test_nobody_outshouts_all_others_and_what_nobody_holds_comes_last() -> None:
+    """One client says that its features are usually a million times shorter than they are."""
+    honest = [made(k, "prototype", counts) for k, counts in enumerate(((9, 4, 0), (5, 8, 0)))]
+    short = {name: value * 1e-6 for name, value in honest[0].extras.items() if name.startswith("moments")}
+    liar = parcel.make(weights=honest[0].weights, extras=honest[0].extras | short, **honest[0].manifest.facts)
+    rule, x = Best(BestSettings(crowd=4.0, norms=2.0)), asked(20)
+    found = scores(rule.fuse(Inbox([liar, honest[1]])), x)
+    assert float(found[:, :2].abs().max()) <= LOUDEST**2 * (2 + 4)
+    assert bool((found[:, 2:] < found[:, :2]).all())
 
 
 def test_without_calibration_and_softmax_it_orders_as_experts_do() -> None:

@@ -41,6 +41,8 @@ from flyby.statistics.calibration import SCRAP, SPREAD, calibrated
 from flyby.statistics.catalogue import EXTRAS
 from flyby.statistics.extras import sent
 
+LOUDEST = 3.0  # times the usual length of features: whoever says that his are short must not outshout all others
+
 
 class BestPredictor(ExpertsPredictor):
     """Experts by the rule above. With ``standardise`` members say what they see, and ``mean``, ``std`` [K, d] and the
@@ -92,11 +94,11 @@ class BestPredictor(ExpertsPredictor):
         loud: Tensor | float = 1.0
         if form.norms:
             cosines, seen = cosines[..., :-1], cosines[..., -1:]
-            loud = (seen / self.usual[:, None, None].clamp_min(1e-12)) ** form.norms
+            loud = (seen / self.usual[:, None, None].clamp_min(1e-12)).clamp(max=LOUDEST) ** form.norms
         scores = torch.einsum("kc,knc->nc", self.votes, loud * self.said(cosines))
         if form.crowd:
             scores = scores + form.crowd * torch.einsum("k,knc->nc", self.shares, loud * cosines)
-        return self.unspoken_last(scores)
+        return self.unspoken_last(scores, LOUDEST**form.norms * (2 + form.crowd))
 
     def said(self, cosines: Tensor) -> Tensor:
         form, held = self.form_of, (self.votes > 0)[:, None]

@@ -86,9 +86,9 @@ class ExpertsPredictor(Predictor):
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
         return self.unspoken_last(torch.einsum("kc,knc->nc", self.votes, self.said(torch.stack(tuple(voices)))))
 
-    def unspoken_last(self, scores: Tensor) -> Tensor:
-        """A class nobody speaks for comes after all others."""
-        return scores.masked_fill(self.votes.sum(0) == 0, -float(len(self.votes)))
+    def unspoken_last(self, scores: Tensor, most: float = 1.0) -> Tensor:
+        """A class nobody speaks for comes after all others, none of which is further than ``most`` from 0."""
+        return scores.masked_fill(self.votes.sum(0) == 0, -max(float(len(self.votes)), most))
 
     def raw_chances(self, scores: Tensor) -> Tensor:
         """Each class's share of all that was said for any; where nothing was, and all was said against, its share of
