@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ PARTS = {"held-out": "held", "test": "test"}
 GRID: dict[str, tuple[Any, ...]] = {
     "crowd": (0.0, 0.5, 1.0, 2.0),
     "norms": (0.0, 0.5, 1.0, 2.0),
-    "enough": (300.0, 1000.0, 3000.0),
+    "enough": (None, 300.0, 1000.0, 3000.0),
     "exponent": (0.0, 0.5, 1.0),
 }
 
@@ -107,6 +108,18 @@ class Heard:
 
     def accuracy(self, form: dict[str, Any]) -> float:
         """Of the rule with these settings: those of its form, and ``power`` or ``enough`` of its votes."""
+        return self._right(self._scores(form))
+
+    def of_some(self, form: dict[str, Any], holders: bool) -> float:
+        """The same where of the crowd only the holders of a class speak for it, or only the others."""
+        said = self.cosines * ((self.counts > 0) == holders)[:, None]
+        crowd = torch.einsum("k,knc->nc", self.kept["shares"], said)
+        return self._right(self._scores(form | {"crowd": 0.0}) + form["crowd"] * crowd)
+
+    def _right(self, scores: Tensor) -> float:
+        return float((scores.argmax(1) == self.labels).double().mean())
+
+    def _scores(self, form: dict[str, Any]) -> Tensor:
         shape = {name: value for name, value in form.items() if name not in ("power", "enough")}
         members, classes = self.counts.shape
         spec = ModelSpec(name="cnn-small", classes=classes, channels=1, size=(8, 8), head="prototype", width=0.1)
@@ -121,8 +134,7 @@ class Heard:
         voices: Tensor = self.cosines
         if shape.get("norms"):
             voices = torch.cat((voices, self.lengths[..., None]), 2)
-        scores = predictor.combine(list(voices), torch.empty(0))
-        return float((scores.argmax(1) == self.labels).double().mean())
+        return predictor.combine(list(voices), torch.empty(0))
 
 
 def forms(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -130,14 +142,29 @@ def forms(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(grid, values, strict=True))
 
 
-def choose(paths: list[Path], part: str, shown: int) -> None:
+def choose(paths: list[Path], part: str, shown: int, out: Path | None = None) -> None:
     files = [Heard(path, part) for path in paths]
-    found = [(form, [100 * one.accuracy(form) for one in files]) for form in forms(GRID)]
+    grid = GRID if all("usual" in one.kept for one in files) else {**GRID, "norms": (0.0,)}
+    found = [(form, [100 * one.accuracy(form) for one in files]) for form in forms(grid)]
+    if out is not None:
+        about = [{"voices": one.name, "images": part, "count": len(one.labels)} for one in files]
+        rows = [
+            {**facts, **form, "accuracy": round(value / 100, 6)}
+            for form, row in found
+            for facts, value in zip(about, row, strict=True)
+        ]
+        even = {"crowd": 2.0, "norms": 0.0, "enough": 1000.0, "exponent": 0.5}
+        rows += [
+            {**facts, **even, "crowd_of": who, "accuracy": round(one.of_some(even, who == "holders"), 6)}
+            for who in ("holders", "others")
+            for facts, one in zip(about, files, strict=True)
+        ]
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     best = [max(row[i] for _, row in found) for i in range(len(files))]
     print("best form of each file: " + ", ".join(f"{f.name} {b:.2f}" for f, b in zip(files, best, strict=True)))
     rows = [(sum(row) / len(row), max(b - a for a, b in zip(row, best, strict=True)), form, row) for form, row in found]
     for mean, behind, form, row in sorted(rows, key=lambda one: -one[0])[:shown]:
-        settings = ",".join(f"{name}={value:g}" for name, value in form.items())
+        settings = ",".join(f"{name}={value:g}" for name, value in form.items() if value is not None)
         print(f"{settings:52s} mean {mean:.2f}, behind at most {behind:.2f}: " + " ".join(f"{a:.1f}" for a in row))
 
 
@@ -154,9 +181,10 @@ def main() -> None:
     second.add_argument(
         "--shown", type=int, default=12, help="so many forms are printed, those with the best mean first"
     )
+    second.add_argument("--out", type=Path, default=None, help="a file for all of them, a row per form and file")
     words = parser.parse_args()
     if words.verb == "choose":
-        choose(words.voices, PARTS[words.images], words.shown)
+        choose(words.voices, PARTS[words.images], words.shown, words.out)
         return
     words.out.mkdir(parents=True, exist_ok=True)
     for folder in words.runs:

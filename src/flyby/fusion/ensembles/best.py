@@ -7,8 +7,8 @@ score_c(x) = sum_k l_k(x) (v_kc a_kc(x) q_kc(x)^g + crowd w_k cos_kc(x)), v_kc ~
   leave-one-class-out), or for each class the ones that fooled its expert more (``worst``);
 - q_kc = softmax(sharpness cos_k) over the classes that client k holds, 1 for a client of one class. A client of fifty
   classes must share its voice out among them, whatever its calibration says;
-- the crowd: what all clients say of all classes, seen or never seen, w_k ~ sqrt(n_k). Who holds ships and sees
-  one speaks against cats, though it never saw a cat;
+- the crowd: the plain cosines of all clients, w_k ~ sqrt(n_k). v shares one voice out among the holders of a class;
+  here each has its own, so that a class which many hold and agree on gains;
 - l_k = (||f_k(x)|| / what it usually is at its site)^norms: features are short where a network sees nothing it knows.
 
 It serves heads of every kind: linear rows, prototypes, anchors, and prototypes of every way of a shift. Cosines may be
