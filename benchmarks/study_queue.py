@@ -5,7 +5,8 @@ its jobs, and keeps beside the rows what the clients said (``rule_forms.py``).
 
 A line of the queue is a job: {"name": "a", "study": "summit-cifar10", "change": {"methods": ["fafi"]}}. ``change``
 replaces keys of the study, so that a job is a part of its grid; rows go to ROOT/results/WORKER/STUDY.jsonl,
-for ``flyby study STUDY --merge``. Jobs wait until their datasets are there. Lines may be added while it runs.
+for ``flyby study STUDY --merge``. Datasets are files or folders in the data root, and jobs wait until theirs
+are there. Lines may be added while it runs.
 """
 
 from __future__ import annotations
@@ -52,10 +53,15 @@ def grid_of(job: dict[str, Any]) -> Study:
 
 def work(name: str, words: argparse.Namespace) -> None:
     root, data_root = words.root, words.data_root
+    waits = False
     while (job := take(words.queue, data_root)) is not None:
         if not job:
+            if not waits:
+                log.info("%s: what is left needs datasets that are not in %s; waiting for them", name, data_root)
+            waits = True
             time.sleep(2)
             continue
+        waits = False
         began = time.perf_counter()
         try:
             grid = grid_of(job)
@@ -81,6 +87,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--worker", default="", help="be this one worker")
     words = parser.parse_args()
+    if not words.queue.is_file():
+        parser.error(f"{words.queue} is not a file; write the jobs into one, a line each")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if words.worker:
         work(words.worker, words)

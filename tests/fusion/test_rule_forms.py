@@ -1,7 +1,9 @@
-"""What clients say, kept once, gives the accuracy that the rule itself gives: ``benchmarks/rule_forms.py``."""
+"""What clients say, kept once, gives the accuracy that the rule itself gives: ``benchmarks/rule_forms.py``. And the
+queue that keeps it, ``benchmarks/study_queue.py``."""
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from flyby.runs.config import make_config
 from flyby.runs.pipeline import Options, run
 
-FORMS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "rule_forms.py"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FORMS = runpy.run_path(str(BENCHMARKS / "rule_forms.py"))
 
 
 @pytest.mark.parametrize("judge", ["test", "held-out"])
@@ -33,3 +36,19 @@ def test_kept_voices_are_judged_as_the_run_was(judge: str, tmp_path: Path, capsy
     assert heard.accuracy({"crowd": 0.0, "exponent": 0.5}) != pytest.approx(heard.accuracy(form), abs=1e-9)
     FORMS["choose"]([tmp_path / "run.npz"], FORMS["PARTS"][judge], 2)
     assert capsys.readouterr().out.count("behind at most") == 2
+
+
+def test_jobs_leave_a_queue_in_order_and_wait_for_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    take = runpy.run_path(str(BENCHMARKS / "study_queue.py"))["take"]
+    queue, data = tmp_path / "queue.jsonl", tmp_path / "data"
+    names = ("far", "near", "also")
+    jobs = [{"name": name, "study": "summit-choose-digits", "change": {"data": [name]}} for name in names]
+    queue.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    for name in ("near", "also"):
+        (data / name).mkdir(parents=True)
+    assert [take(queue, data)["name"] for _ in range(2)] == ["near", "also"]
+    assert take(queue, data) == {}, "what is left waits"
+    (data / "far").mkdir()
+    assert take(queue, data)["name"] == "far"
+    assert take(queue, data) is None

@@ -66,3 +66,8 @@ def test_a_run_keeps_what_its_model_had_right(tmp_path: Path) -> None:
     assert f"{found.first} : {found.second}" in done("compare", tmp_path / "runs").out or (
         f"{found.second} : {found.first}" in done("compare", tmp_path / "runs").out
     )
+
+
+def test_a_small_chance_is_said_to_be_small() -> None:
+    assert str(Discord(36, 82, 359)).endswith("36 : 82, p < 0.001")
+    assert str(Discord(46, 73, 359)).endswith("46 : 73, p 0.017")

@@ -15,7 +15,7 @@ from flyby.report import figures, page
 from flyby.report.figures import Panel
 from flyby.report.read import RunData, around
 from flyby.runs.methods import METHODS, PRINTED
-from flyby.runs.paired import Paired, mean_error
+from flyby.runs.paired import Paired, mean_error, p_said
 from flyby.runs.population import evenly
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def summary(runs: Sequence[RunData]) -> str:
     rows = []
     for (name, own), common in sorted(lines.items(), key=lambda line: -sum(line[0][1]) / len(line[0][1])):
         mean, gap = mean_error(own)[0], _over_local(lines, own) if name != "local" else None
-        moved = [f"{100 * gap.mean:+.1f}", f"{gap.up} / {gap.down}", _p(gap.p)] if gap else ["", "", ""]
+        moved = [f"{100 * gap.mean:+.1f}", f"{gap.up} / {gap.down}", p_said(gap.p)] if gap else ["", "", ""]
         seen = [page.percent(page.mean(common or [])), page.interval(around(common or []))] * shared
         rows.append([name, page.percent(mean), page.interval(around(own)), *moved, *seen])
     head = ["Model", "Own test %", "95 % interval", "Over local, points", "Nodes up / down", "p"]
@@ -97,10 +97,6 @@ def _over_local(lines: Mapping[tuple[str, tuple[float, ...]], Any], own: Sequenc
     """Against the local models at the same nodes; where runs began from several, there is no one answer."""
     local = [values for name, values in lines if name == "local" and len(values) == len(own)]
     return Paired.of(own, local[0]) if len(local) == 1 else None
-
-
-def _p(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.001 else "< 0.001"
 
 
 def sections(facts: NodeFacts, variant: str, rounds: int) -> list[dict[str, Any]]:
@@ -232,7 +228,7 @@ def _said(columns: list[str], rows: list[list[Any]], local: int, last: int) -> s
     alone, said = [row[local] for row in rows], []
     for place in range(local + last, len(columns), last):
         gap = Paired.of([row[place] for row in rows], alone)
-        moved = f"{gap.up} up, {gap.down} down" + (f", p {_p(gap.p)}" if len(rows) > 1 else "")
+        moved = f"{gap.up} up, {gap.down} down" + (f", p {p_said(gap.p)}" if len(rows) > 1 else "")
         said.append(
             f"{columns[place]} {_with_error([row[place] for row in rows])} ({100 * gap.mean:+.1f} points; {moved})"
         )

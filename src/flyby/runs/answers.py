@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from flyby.files import read_json, write_json
+from flyby.runs.paired import p_said
 from flyby.settings import build
 
 TAIL = 0.025  # on either side of an interval of 95 %
@@ -104,7 +105,7 @@ class Discord:
     def __str__(self) -> str:
         low, high = self.interval()
         shown = f"{100 * self.difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
-        return f"{shown}, {self.first} : {self.second}, p {self.p:.3f}"
+        return f"{shown}, {self.first} : {self.second}, p {p_said(self.p)}"
 
 
 def sign_test(above: int, below: int) -> float:

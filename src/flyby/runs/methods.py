@@ -70,13 +70,13 @@ YIN = "Yin et al., ICML 2018"
 # and AURORA are published with `iffi`: all of them share one default here, so that a comparison of clients never
 # compares server rules by accident.
 BEST = "experts-calibrated"
-# The most accurate pair from scratch that we know. All that is chosen about it stands here for the sites, and as the
-# defaults of ``BestSettings`` for the rule, which serves other uploads too; docs/best.md says how it was chosen.
-MOST_ACCURATE = Method(
+# Our own pair from scratch, meant to be the most accurate. All that is chosen about it stands here for the sites, and
+# as the defaults of ``BestSettings`` for the rule, which serves other uploads too; docs/best.md says how it was chosen.
+OWN_PAIR = Method(
     "best",
     "bearings",
     "best",
-    "our most accurate from scratch: bearings at the sites, calibrated experts at the server",
+    "our own pair from scratch: bearings at the sites, calibrated experts at the server",
     objective_settings={"shift": "turns", "most_classes": 10},
 )
 
@@ -91,7 +91,7 @@ BUILT_IN: tuple[Method, ...] = (
     _anchored("aurora-no-decouple", "AURORA, plain coupled uncertainty weighting", AURORA, weighting="kendall"),
     Method("fedsra", "fedsra", "standardised", "fixed anchors at the sites, standardised features at the server", SRA),
     Method("bearings", "bearings", "experts", "SALT on classes and quarter turns: experts that know their classes"),
-    MOST_ACCURATE,
+    OWN_PAIR,
     *(Method(name, "supervised", None, v.about, FOL, orient=name) for name, v in VARIANTS.built_in.items()),
     Method("fedetf", "etf", "fedavg", "a fixed simplex classifier with balanced softmax, averaged", FEDETF),
     _supervised(

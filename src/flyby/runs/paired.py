@@ -17,6 +17,11 @@ def mean_error(values: Sequence[float]) -> tuple[float, float | None]:
     return fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else None
 
 
+def p_said(p: float) -> str:
+    """A chance as tables have it."""
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
 @dataclass(frozen=True)
 class Paired:
     """Differences at the same nodes: their mean, its standard error, how likely a mean as far from 0 is if each

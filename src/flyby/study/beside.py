@@ -12,7 +12,7 @@ from flyby.errors import BadInput
 from flyby.report import page
 from flyby.report.read import RunData, runs_in
 from flyby.runs.answers import Discord
-from flyby.runs.paired import Paired
+from flyby.runs.paired import Paired, p_said
 from flyby.study.sheet import Entry, Part, Sheet, Table, plain
 
 Gap = Paired | Discord
@@ -74,7 +74,7 @@ def _line(run: RunData, gap: Gap | None, paired: bool) -> list[Entry]:
 def _shown(gap: Gap | None) -> str:
     if gap is None or isinstance(gap, Discord):
         return "" if gap is None else str(gap)
-    error = "" if gap.error is None else f" ± {100 * gap.error:.2f}, p {gap.p:.3f}"
+    error = "" if gap.error is None else f" ± {100 * gap.error:.2f}, p {p_said(gap.p)}"
     return f"{100 * gap.mean:+.2f}{error}"
 
 

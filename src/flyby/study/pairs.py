@@ -15,7 +15,7 @@ from typing import Any
 
 from flyby.errors import BadInput, unknown
 from flyby.runs.answers import sign_test
-from flyby.runs.paired import mean_error
+from flyby.runs.paired import mean_error, p_said
 from flyby.study.grid import Standing
 from flyby.study.sheet import MISSING, Entry, Part, Sheet, Table, plain
 from flyby.study.tables import Group, clients_of, grouped, rule_name
@@ -214,7 +214,7 @@ def _duels(lines: dict[str, Line], base: str) -> list[Table]:
         method, _, rule = name.partition("/")
         told = {"method": method, "rule": rule, "against": base, "difference": mean, "n": duel.n}
         told |= {"above": duel.above, "below": duel.below, "level": duel.level, "p": duel.p}
-        numbers = plain(*(f"{n}" for n in (duel.n, duel.above, duel.below, duel.level)), _p(duel.p))
+        numbers = plain(*(f"{n}" for n in (duel.n, duel.above, duel.below, duel.level)), p_said(duel.p))
         body.append([Entry(name), *numbers, Entry(f"{mean:+.2f}", facts=told)])
     heads = [f"against {base}", "settings", "above", "below", "level", "p", "mean difference"]
     below = [
@@ -232,10 +232,8 @@ def _matrix(lines: dict[str, Line]) -> Table:
     body = []
     for name in lines:
         duels = [Duel.of(lines[name], lines[other]) if other != name else None for other in lines]
-        body.append(plain(name, *(f"{one.above} of {one.n}, p {_p(one.p)}" if one and one.n else "" for one in duels)))
+        body.append(
+            plain(name, *(f"{one.above} of {one.n}, p {p_said(one.p)}" if one and one.n else "" for one in duels))
+        )
     lead = "In how many settings the line is above the column, and p of the sign test."
     return Table(["method / rule", *lines], "l" + "r" * len(lines), body, lead=lead)
-
-
-def _p(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"

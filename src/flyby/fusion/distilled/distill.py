@@ -101,8 +101,9 @@ class DistillSettings(FusionSettings):
     )
     precision: Precision = Field("auto", description="of the arithmetic; auto: bf16 on a GPU, else fp32")
     compile: Compile = Field(
-        "auto",
-        description="on a GPU: replay steps as CUDA graphs (graph), compile networks too (full), or none (off)",
+        "graph",
+        description="on a GPU: replay steps as CUDA graphs (graph), compile networks too (full; auto: where it pays),"
+        " or none (off)",
     )
 
 
