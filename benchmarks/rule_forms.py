@@ -4,9 +4,10 @@
     python benchmarks/rule_forms.py choose voices/*.npz [--images held-out]
 
 ``listen`` opens finished runs and keeps, for the sites' held-out images and for the test images, every client's
-cosines, the length of its features, and what it sent beside its weights: megabytes where the networks are hundreds. Of
-clients that know a shift, all ways against all ways are kept too, for forms that are not written yet.
-``choose`` gives these to the rule itself (``BestPredictor.combine``) under a grid of its settings, and prints
+cosines and standardised products, and what it sent beside its weights: megabytes where the networks are hundreds. For
+forms that are not written yet, the features themselves are kept too (NAME.features), of as many held-out images as fit
+into 15 MB.
+``choose`` gives these to the rule itself (``BestPredictor.weighed``) under a grid of its settings, and prints
 accuracies, their mean over all files and the largest distance to the best form of any file. A rule is chosen on
 held-out images.
 """
@@ -22,27 +23,28 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from flyby.data.dataset import Dataset
 from flyby.data.splits import Split
-from flyby.fusion.ensembles.best import BestPredictor, lengths, usual_length
+from flyby.fusion.ensembles.best import BestPredictor, stands_out
 from flyby.fusion.ensembles.experts import expert_votes
-from flyby.models import ModelSpec, Network
+from flyby.models import ModelSpec
 from flyby.models.features import shown_of
-from flyby.models.heads import cosine, shown_directions
+from flyby.models.heads import between, shown_directions
 from flyby.parcels.inbox import Inbox
 from flyby.runs.config import RunConfig, data_of
 from flyby.runs.folder import Run
 from flyby.runs.server import held_out
 from flyby.settings import build
+from flyby.statistics import extras
+from flyby.statistics.catalogue import EXTRAS
 
+LARGEST = 15_000_000  # bytes of features
 STEPS = 32767  # cosines are kept as 16-bit numbers
 PARTS = {"held-out": "held", "test": "test"}
 GRID: dict[str, tuple[Any, ...]] = {
+    "seen": (0.0, 0.5, 1.0, 2.0),
     "crowd": (0.0, 0.5, 1.0, 2.0),
-    "norms": (0.0, 0.5, 1.0, 2.0),
     "enough": (None, 300.0, 1000.0, 3000.0),
     "exponent": (0.0, 0.5, 1.0),
 }
@@ -60,35 +62,56 @@ def listen(folder: Path, device: str) -> dict[str, np.ndarray[Any, Any]]:
         parts["held"] = held_out(bundle, split)
     kept: dict[str, Any] = {"counts": sent.counts.numpy(), "samples": np.array(sent.samples)}
     kept["calibration"] = torch.stack([item.extras["calibration"] for item in sent]).numpy()
-    if all("moments.mean" in item.extras for item in sent):
-        kept["usual"] = torch.stack([usual_length(item) for item in sent]).numpy()
     for name, data in parts.items():
         if data is None:
             continue
         images, labels = data.tensors()
-        said, seen = [], []
+        cosines, dots = [], []
         for item in sent:
             network = item.network().to(device).eval()
-            pairs = [
-                (cosine(network, looked).cpu(), lengths(looked).cpu())
-                for looked in (shown_of(network, piece.to(device)) for piece in torch.split(images, 2048))
-            ]
-            said.append(torch.cat([one for one, _ in pairs]))
-            seen.append(torch.cat([one for _, one in pairs]))
-            if network.head.shift and name == "held":
-                shown = [in_all_ways(network, piece.to(device)) for piece in torch.split(images, 2048)]
-                kept[f"held_ways_{item.manifest.sender}"] = torch.cat(shown).cpu().numpy()
+            moments = [table.to(device) for table in extras.sent(item, EXTRAS["moments"]).values()]
+            rows = shown_directions(network)
+            for piece in torch.split(images, 2048):
+                seen = shown_of(network, piece.to(device))
+                cosines.append(between(seen, rows).cpu())
+                dots.append(stands_out(seen, *moments, rows).cpu())
+        shape = len(sent), len(labels), len(sent.class_names)
         kept[f"{name}_labels"] = labels.numpy().astype(np.int16)
-        kept[f"{name}_cosines"] = (torch.stack(said) * STEPS).round().to(torch.int16).numpy()
-        kept[f"{name}_lengths"] = torch.stack(seen).numpy()
+        kept[f"{name}_cosines"] = (torch.cat(cosines).reshape(shape) * STEPS).round().to(torch.int16).numpy()
+        kept[f"{name}_dots"] = torch.cat(dots).reshape(shape).half().numpy()
     return kept
 
 
-def in_all_ways(network: Network, images: Tensor) -> Tensor:
-    """cos(f(way r of x), direction of c in way q), as 16-bit numbers [N, R, R, C]: whether the network can tell in
-    which way an image is shown."""
-    looked, rows = F.normalize(shown_of(network, images), dim=2), F.normalize(shown_directions(network).float(), dim=2)
-    return (torch.einsum("nrd,qcd->nrqc", looked, rows) * STEPS).round().to(torch.int16)
+@torch.no_grad()
+def look(folder: Path, device: str) -> dict[str, np.ndarray[Any, Any]]:
+    """The features of some held-out images in every way that a client shows them, its class directions and moments."""
+    run, split = Run(folder), Split.load(Run(folder).split)
+    config = build(RunConfig, {k: v for k, v in run.asked().items() if k != "resolved"}, str(run.config))
+    if not any(len(share.val) for share in split.shares.values()):
+        return {}
+    judges = held_out(data_of(config).load(), split)
+    items = {item.manifest.sender: item for item in Inbox([run.parcel(name) for name in split.shares])}
+    networks = {name: item.network() for name, item in items.items()}
+    rows = {name: shown_directions(network).float() for name, network in networks.items()}
+    numbers = sum(one.shape[0] * one.shape[2] for one in rows.values())
+    images, labels = judges.tensors()
+    step = -(-len(images) * numbers * 2 // LARGEST)
+    kept = {"labels": labels[::step].numpy().astype(np.int16), "senders": np.array(list(networks))}
+    for name, network in networks.items():
+        seen = shown_of(network.to(device).eval(), images[::step].to(device)).cpu()
+        kept |= {f"features_{name}": seen.numpy().astype(np.float16), f"rows_{name}": rows[name].numpy()}
+        kept |= {f"{key}_{name}": one.numpy() for key, one in extras.sent(items[name], EXTRAS["moments"]).items()}
+    return kept
+
+
+def keep(folder: Path, path: Path, device: str) -> None:
+    """Both files of a run, each under its name only when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for end, arrays in ((".features", look(folder, device)), (".npz", listen(folder, device))):
+        if arrays:
+            part = path.with_suffix(".part.npz")
+            np.savez_compressed(part, **arrays)
+            part.rename(path.with_suffix(end))
 
 
 class Heard:
@@ -99,27 +122,13 @@ class Heard:
         self.name, self.counts = path.stem, torch.from_numpy(kept["counts"]).double()
         self.labels = torch.from_numpy(kept[f"{part}_labels"]).long()
         self.cosines = torch.from_numpy(kept[f"{part}_cosines"]).float() / STEPS
-        self.lengths = torch.from_numpy(kept[f"{part}_lengths"])
+        self.dots = torch.from_numpy(kept[f"{part}_dots"]).float()
         self.calibration = torch.from_numpy(kept["calibration"])
         shares = torch.from_numpy(kept["samples"]).double().sqrt()
-        self.kept = {"shares": (shares / shares.sum()).float()}
-        if "usual" in kept:
-            self.kept["usual"] = torch.from_numpy(kept["usual"])
+        self.shares = (shares / shares.sum()).float()
 
     def accuracy(self, form: dict[str, Any]) -> float:
         """Of the rule with these settings: those of its form, and ``power`` or ``enough`` of its votes."""
-        return self._right(self._scores(form))
-
-    def of_some(self, form: dict[str, Any], holders: bool) -> float:
-        """The same where of the crowd only the holders of a class speak for it, or only the others."""
-        said = self.cosines * ((self.counts > 0) == holders)[:, None]
-        crowd = torch.einsum("k,knc->nc", self.kept["shares"], said)
-        return self._right(self._scores(form | {"crowd": 0.0}) + form["crowd"] * crowd)
-
-    def _right(self, scores: Tensor) -> float:
-        return float((scores.argmax(1) == self.labels).double().mean())
-
-    def _scores(self, form: dict[str, Any]) -> Tensor:
         shape = {name: value for name, value in form.items() if name not in ("power", "enough")}
         members, classes = self.counts.shape
         spec = ModelSpec(name="cnn-small", classes=classes, channels=1, size=(8, 8), head="prototype", width=0.1)
@@ -129,12 +138,10 @@ class Heard:
             form=shape,
             votes=expert_votes(self.counts, form.get("power", 1.0), enough=form.get("enough")).float(),
             calibration=self.calibration,
-            kept=self.kept,
+            kept={"shares": self.shares},
         )
-        voices: Tensor = self.cosines
-        if shape.get("norms"):
-            voices = torch.cat((voices, self.lengths[..., None]), 2)
-        return predictor.combine(list(voices), torch.empty(0))
+        scores = predictor.weighed(self.cosines, self.dots)
+        return float((scores.argmax(1) == self.labels).double().mean())
 
 
 def forms(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -144,20 +151,13 @@ def forms(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 
 def choose(paths: list[Path], part: str, shown: int, out: Path | None = None) -> None:
     files = [Heard(path, part) for path in paths]
-    grid = GRID if all("usual" in one.kept for one in files) else {**GRID, "norms": (0.0,)}
-    found = [(form, [100 * one.accuracy(form) for one in files]) for form in forms(grid)]
+    found = [(form, [100 * one.accuracy(form) for one in files]) for form in forms(GRID)]
     if out is not None:
         about = [{"voices": one.name, "images": part, "count": len(one.labels)} for one in files]
         rows = [
             {**facts, **form, "accuracy": round(value / 100, 6)}
             for form, row in found
             for facts, value in zip(about, row, strict=True)
-        ]
-        even = {"crowd": 2.0, "norms": 0.0, "enough": 1000.0, "exponent": 0.5}
-        rows += [
-            {**facts, **even, "crowd_of": who, "accuracy": round(one.of_some(even, who == "holders"), 6)}
-            for who in ("holders", "others")
-            for facts, one in zip(about, files, strict=True)
         ]
         out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     best = [max(row[i] for _, row in found) for i in range(len(files))]
@@ -188,7 +188,7 @@ def main() -> None:
         return
     words.out.mkdir(parents=True, exist_ok=True)
     for folder in words.runs:
-        np.savez_compressed(words.out / f"{folder.name}.npz", **listen(folder, words.device))
+        keep(folder, words.out / f"{folder.name}.npz", words.device)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rule_forms import listen
+from rule_forms import keep
 
 from flyby.settings import build
 from flyby.study.catalogue import Study, read_study
@@ -68,11 +67,8 @@ def work(name: str, words: argparse.Namespace) -> None:
             rows = root / "results" / name / f"{job['study']}.jsonl"
             run_study(grid, rows, root / "work", data_root=data_root, engine="inline", device=words.device, quiet=True)
             kept = root / "voices" / f"{job['name']}.npz"
-            kept.parent.mkdir(parents=True, exist_ok=True)
             first = next(iter(cells(grid, data_root)))
-            heard = listen(root / "work" / "runs" / first.key, words.device)
-            np.savez_compressed(kept.with_suffix(".part.npz"), **heard)
-            kept.with_suffix(".part.npz").rename(kept)
+            keep(root / "work" / "runs" / first.key, kept, words.device)
             log.info("%s: %s, %.0f s", name, job["name"], time.perf_counter() - began)
         except Exception:  # the others go on
             log.exception("%s: %s failed", name, job["name"])

@@ -269,74 +269,84 @@ def voice(value: float, table: Tensor, c: int, reliable: bool) -> float:
         {"negatives": "foreign", "exponent": 1.0},
         {"negatives": "worst", "reliability": False},
         {"negatives": "none", "exponent": 0.0, "power": 0.5},
-        {"negatives": "none", "features": "standardised", "sharpness": 4.0},
-        {"crowd": 0.7, "norms": 2.0, "enough": 5.0},
-        {"negatives": "none", "features": "standardised", "crowd": 1.0},
+        {"negatives": "none", "seen": 0.0, "crowd": 2.0, "sharpness": 4.0},
+        {"seen": 0.7, "crowd": 0.0, "enough": 5.0},
+        {"centre": True},
     ],
 )
 def test_best_against_a_plain_loop(heads: tuple[str, ...], settings: dict[str, Any]) -> None:
     parcels, x, chosen = inbox(*heads), asked(), BestSettings(**settings)
     found = scores(Best(chosen).fuse(Inbox(parcels)), x)
     expected = torch.zeros(len(x), 3, dtype=torch.float64)
-    power, whole = (
-        1.0 if chosen.power is None else chosen.power,
-        sum(math.sqrt(item.manifest.samples) for item in parcels),
-    )
+    whole = sum(math.sqrt(item.manifest.samples) for item in parcels)
 
     def worth(n: int) -> float:
-        return n**power if chosen.enough is None else n / (n + chosen.enough)
+        return n / (n + (chosen.enough or 1000)) if chosen.power is None else n**chosen.power
 
     for k, item in enumerate(parcels):
         looks, rows = seen(item.network(), x), rows_of(item)
-        if chosen.features == "standardised":
-            mean, std = item.extras["moments.mean"].double(), item.extras["moments.std"].double()
-            looks = [(one - mean) / torch.maximum(std, FLOOR * std.mean()) for one in looks]
+        mean, std = (item.extras[f"moments.{name}"].double() for name in ("mean", "std"))
+        mean, std = (mean, std) if chosen.centre else (torch.zeros_like(mean), (mean**2 + std**2).sqrt())
+        std = torch.maximum(std, FLOOR * std.mean())
         held = [c for c in range(3) if COUNTS[k][c]]
-        of_all = [float(item.extras[f"moments.{name}"].double().square().sum()) for name in ("mean", "std")]
         for n in range(len(x)):
-            squares = sum(float(one[n].square().sum()) for one in looks) / len(looks)
-            loud = min(LOUDEST, math.sqrt(squares) / math.sqrt(sum(of_all))) ** chosen.norms
             said = {c: sum(cos(looks[r][n], rows[r][c]) for r in range(len(looks))) / len(looks) for c in range(3)}
-            for c in held:
+            for c in range(3):
+                stands = 0.0
+                for look, row in zip(looks, rows, strict=True):
+                    z = (look[n] - mean) / std
+                    z = z * min(1.0, LOUDEST * math.sqrt(6) / float(z.norm()))
+                    stands += float(z @ row[c] / row[c].norm()) / math.sqrt(6) / len(looks)
+                expected[n, c] += chosen.crowd * math.sqrt(item.manifest.samples) / whole * stands
+                if c not in held:
+                    continue
                 share = worth(COUNTS[k][c]) / sum(worth(counts[c]) for counts in COUNTS if counts[c])
                 certain = math.exp(chosen.sharpness * said[c]) / sum(math.exp(chosen.sharpness * said[j]) for j in held)
                 if chosen.negatives == "none":
                     one = (1 + said[c]) / 2
                 else:
                     one = voice(said[c], calibration_of(item, chosen.negatives), c, chosen.reliability)
-                expected[n, c] += loud * share * (one * certain**chosen.exponent + 1e-3 * said[c])
-            for c in range(3):
-                expected[n, c] += loud * chosen.crowd * math.sqrt(item.manifest.samples) / whole * said[c]
+                expected[n, c] += share * (chosen.seen * stands + one * certain**chosen.exponent + 1e-3 * said[c])
     assert torch.allclose(found, expected, atol=2e-5)
 
 
 def test_nobody_outshouts_all_others_and_what_nobody_holds_comes_last() -> None:
-    """One client says that its features are usually a million times shorter than they are."""
+    """One client says that its features spread a million times less than they do."""
     honest = [made(k, "prototype", counts) for k, counts in enumerate(((9, 4, 0), (5, 8, 0)))]
-    short = {name: value * 1e-6 for name, value in honest[0].extras.items() if name.startswith("moments")}
-    liar = parcel.make(weights=honest[0].weights, extras=honest[0].extras | short, **honest[0].manifest.facts)
-    rule, x = Best(BestSettings(crowd=4.0, norms=2.0)), asked(20)
+    tiny = {name: value * 1e-6 for name, value in honest[0].extras.items() if name.startswith("moments")}
+    liar = parcel.make(weights=honest[0].weights, extras=honest[0].extras | tiny, **honest[0].manifest.facts)
+    rule, x = Best(BestSettings(crowd=4.0)), asked(20)
     found = scores(rule.fuse(Inbox([liar, honest[1]])), x)
-    assert float(found[:, :2].abs().max()) <= LOUDEST**2 * (2 + 4)
+    assert float(found[:, :2].abs().max()) <= LOUDEST * (1 + 4) + 2
     assert bool((found[:, 2:] < found[:, :2]).all())
 
 
 def test_without_calibration_and_softmax_it_orders_as_experts_do() -> None:
     parcels, x = inbox("prototype"), asked(20)
     plain = scores(FUSIONS["experts"]().fuse(Inbox(parcels)), x)
-    found = scores(Best(BestSettings(negatives="none", exponent=0)).fuse(Inbox(parcels)), x)
+    found = scores(Best(BestSettings(negatives="none", exponent=0, seen=0, crowd=0, power=1)).fuse(Inbox(parcels)), x)
     assert torch.allclose(found, (1 + plain) / 2 + 1e-3 * plain, atol=1e-6)
 
 
-def test_calibration_is_of_raw_features() -> None:
-    with pytest.raises(BadInput, match=r"with fusion\.features=standardised take fusion.negatives=none"):
-        Best(BestSettings(features="standardised"))
+def test_it_asks_for_no_more_than_it_reads() -> None:
     assert Best().needs == {"weights", "class_counts", "prototypes", "calibration"} == Best.needs
     assert "foreign" in Best(BestSettings(negatives="worst")).needs
     assert "calibration" not in Best(BestSettings(negatives="none")).needs
-    assert "moments" in Best(BestSettings(norms=1)).needs
-    with pytest.raises(BadInput, match="standardised features have no usual length"):
-        Best(BestSettings(negatives="none", features="standardised", norms=1))
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_who_sent_no_moments_is_heard_by_his_cosines(centre: bool, caplog: pytest.LogCaptureFixture) -> None:
+    full, x = inbox("turns", "prototype"), asked(20)
+    extras = {name: value for name, value in full[1].extras.items() if not name.startswith("moments")}
+    bare = parcel.make(weights=full[1].weights, extras=extras, **full[1].manifest.facts)
+    rule = Best(BestSettings(centre=centre, crowd=0, negatives="none", exponent=0, power=1))
+    with caplog.at_level("INFO"):
+        found, plain = (scores(rule.fuse(Inbox(items)), x) for items in ([bare], full[1:2]))
+    assert caplog.text.count("site-1 sent no moments, and its features count by their direction alone") == 1
+    said = scores(FUSIONS["experts"]().fuse(Inbox([bare])), x)[:, 1:]
+    assert torch.allclose(found[:, 1:], said + (1 + said) / 2 + 1e-3 * said, atol=1e-6)
+    assert not torch.allclose(plain[:, 1:], found[:, 1:], atol=1e-2)
+    assert bool(scores(rule.fuse(Inbox([full[0], bare, full[2]])), x).isfinite().all())
 
 
 @pytest.mark.parametrize("rule", ["best", "standardised", "experts"])
@@ -354,7 +364,7 @@ def test_clients_of_one_class_and_of_a_hundred(rule: str) -> None:
     assert scores(FUSIONS[rule]().fuse(Inbox(two)), asked(3)).shape == (3, 2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"negatives": "none", "features": "standardised"}])
+@pytest.mark.parametrize("settings", [{}, {"negatives": "none", "seen": 0}])
 def test_a_client_of_one_class_is_not_sure_of_everything(settings: dict[str, Any]) -> None:
     """Its softmax is 1 whatever it sees, so that only what it says is left."""
     predictor = Best(BestSettings(**settings)).fuse(Inbox([made(0, "prototype", (0, 0, 20))]))
@@ -383,8 +393,8 @@ def test_other_rules_look_at_images_as_they_are(rule: str) -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        Best(BestSettings(negatives="none", features="standardised")),
-        Best(BestSettings(crowd=1, norms=1)),
+        Best(),
+        Best(BestSettings(negatives="none", seen=0, crowd=0)),
         Standardised(StandardisedSettings(moments="batch")),
     ],
 )
@@ -418,4 +428,5 @@ def test_the_best_pair_is_one_place() -> None:
     objective = OBJECTIVES[method.objective]
     check_pair(objective, FUSIONS["best"], objective.settings_type(**method.objective_settings))
     assert (method.fusion, method.fusion_settings) == ("best", {}), "the rule is the same for every upload"
-    assert method.objective_settings.items() <= SITES_DEFAULTS.items(), "its uploads are those of bearings"
+    chosen = {name: value for name, value in method.objective_settings.items() if SITES_DEFAULTS[name] != value}
+    assert chosen == {"preset": "fast", "send": ["moments"]}, "nothing else tells its uploads from those of bearings"

@@ -19,7 +19,7 @@ FORMS = runpy.run_path(str(BENCHMARKS / "rule_forms.py"))
 
 @pytest.mark.parametrize("judge", ["test", "held-out"])
 def test_kept_voices_are_judged_as_the_run_was(judge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    form = {"crowd": 0.5, "norms": 1.0, "enough": 30.0, "exponent": 1.0}
+    form = {"crowd": 0.5, "seen": 0.2, "enough": 30.0, "exponent": 1.0}
     asked = [f"fusion.{name}={value}" for name, value in form.items()]
     config = make_config(
         "best",
@@ -27,13 +27,20 @@ def test_kept_voices_are_judged_as_the_run_was(judge: str, tmp_path: Path, capsy
         split={"name": "dirichlet", "clients": 3, "alpha": 0.3},
         seed=1,
         epochs=1,
-        assignments=[*asked, "split.val=0.2", f"judge={judge}", "locals=false", "objective.test=false"],
+        assignments=[
+            *asked,
+            "split.val=0.2",
+            f"judge={judge}",
+            "locals=false",
+            "objective.test=false",
+            "objective.send=[moments]",
+        ],
     )
     found = run(config, tmp_path / "run", Options(engine="inline", device="cpu", quiet=True))
     np.savez(tmp_path / "run.npz", **FORMS["listen"](tmp_path / "run", "cpu"))
     heard = FORMS["Heard"](tmp_path / "run.npz", FORMS["PARTS"][judge])
     assert heard.accuracy(form) == pytest.approx(found.accuracy, abs=0.01), "16-bit cosines may move an image"
-    assert heard.accuracy({"crowd": 0.0, "exponent": 0.5}) != pytest.approx(heard.accuracy(form), abs=1e-9)
+    assert heard.accuracy({"crowd": 0.0, "seen": 0.0, "exponent": 0.5}) != pytest.approx(heard.accuracy(form), abs=1e-9)
     FORMS["choose"]([tmp_path / "run.npz"], FORMS["PARTS"][judge], 2)
     assert capsys.readouterr().out.count("behind at most") == 2
 

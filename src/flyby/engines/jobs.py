@@ -95,7 +95,8 @@ def views_by_batch(jobs: Iterable[Job]) -> dict[int, int]:
     views = Counter[int]()
     for job in jobs:
         recipe, samples = job.recipe, samples_of(job)
-        batch = batch_size(recipe.train, OBJECTIVES[recipe.objective].batch, samples)
+        preferred = OBJECTIVES[recipe.objective].preferred_batch(recipe.objective_settings)
+        batch = batch_size(recipe.train, preferred, samples)
         views[batch] += samples * recipe.views.views * recipe.train.epochs
     return dict(views)
 

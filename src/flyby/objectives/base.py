@@ -62,7 +62,7 @@ class Objective(nn.Module):
     provides: ClassVar[frozenset[str]] = frozenset({"weights", "class_counts"})
     head: ClassVar[str] = "linear"
     settings_type: ClassVar[type[ObjectiveSettings]] = ObjectiveSettings
-    batch: ClassVar[int] = 64
+    batch: ClassVar[int] = 64  # images per step, where the user has not chosen; see ``preferred_batch``
     trains: ClassVar[bool] = True  # where it does not, a site's epochs are 0
     one_class: ClassVar[bool] = False  # whether there is something to learn where the list has a single class
     per_sample: ClassVar[bool] = False  # whether the loss is a mean over images, each alone, as private training needs
@@ -88,6 +88,11 @@ class Objective(nn.Module):
     def defaults(cls, settings: ObjectiveSettings) -> dict[str, Any]:
         """Training settings this objective is published with, where the user has not chosen others."""
         return {}
+
+    @classmethod
+    def preferred_batch(cls, settings: ObjectiveSettings) -> int:
+        """Images per step where the user has not chosen; a small site takes fewer."""
+        return cls.batch
 
     @classmethod
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:

@@ -17,6 +17,7 @@ from flyby.parcels import parcel
 from flyby.parcels.parcel import Manifest
 from flyby.runs.config import ModelSettings
 from flyby.runs.methods import method_of
+from flyby.settings import build
 from flyby.training.settings import TrainSettings, batch_size
 
 MACHINE = ("compile", "snapshots")  # of the machine, not of the training
@@ -49,8 +50,11 @@ class Like:
         if objective.get("name") != method.objective:
             raise BadInput(f"{path} was trained for another objective than {method.name}'s; name its settings yourself")
         found = {f"model.{key}": value for key, value in _network(manifest.spec, path).items()}
-        found |= {f"objective.{key}": value for key, value in objective.items() if key != "name"}
-        found |= {f"train.{key}": value for key, value in _training(train, manifest, method.objective).items()}
+        asked = {key: value for key, value in objective.items() if key != "name"}
+        found |= {f"objective.{key}": value for key, value in asked.items()}
+        kind = OBJECTIVES[method.objective]
+        preferred = kind.preferred_batch(build(kind.settings_type, asked, "objective"))
+        found |= {f"train.{key}": value for key, value in _training(train, manifest, preferred).items()}
         found |= {f"views.{key}": value for key, value in views.items()}
         found |= {"codec": manifest.codec}
         found |= {"counts": manifest.counts_kind} if manifest.counts_kind != "exact" else {}
@@ -105,9 +109,9 @@ def _network(spec: ModelSpec, path: Path) -> dict[str, Any]:
     return words | {key: value for key, value in more.items() if value != type(kind).model_fields[key].default}
 
 
-def _training(told: dict[str, Any], manifest: Manifest, objective: str) -> dict[str, Any]:
+def _training(told: dict[str, Any], manifest: Manifest, preferred: int) -> dict[str, Any]:
     """The batch is told as it was taken: where it is the one that follows from the number of images, nobody chose
     it."""
     known = {key: value for key, value in told.items() if key in TrainSettings.model_fields and key not in MACHINE}
-    usual = batch_size(TrainSettings(), OBJECTIVES[objective].batch, manifest.samples)
+    usual = batch_size(TrainSettings(), preferred, manifest.samples)
     return {key: value for key, value in known.items() if key != "batch" or value != usual}

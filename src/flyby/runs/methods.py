@@ -76,8 +76,9 @@ OWN_PAIR = Method(
     "best",
     "bearings",
     "best",
-    "our own pair from scratch: bearings at the sites, calibrated experts at the server",
-    objective_settings={"shift": "turns", "most_classes": 10},
+    "our own pair from scratch: bearings at the sites, experts who say how far an image stands out at the server",
+    objective_settings={"shift": "turns", "most_classes": 10, "preset": "fast", "send": ["moments"]},
+    edition=2,
 )
 
 BUILT_IN: tuple[Method, ...] = (

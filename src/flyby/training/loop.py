@@ -123,7 +123,7 @@ class Session:
         start = ("own", site.id) if settings.init == "own" else ("shared",)
         self.model = spec.build(generator(seed, *start, "init")).to(device)
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.batch = batch_size(settings, self.objective.batch, len(site.train))
+        self.batch = batch_size(settings, self.objective.preferred_batch(self.objective.settings), len(site.train))
         if fully_compiled(settings, spec, device, len(site.train) * views.views * settings.epochs, self.batch):
             self.model.backbone.compile(dynamic=False)
         self.objective.to(device)

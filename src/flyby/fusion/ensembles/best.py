@@ -1,37 +1,41 @@
-"""One rule for all uploads: experts whose voice is calibrated at their site and shared out among what they hold.
+"""One rule for all uploads: experts who say what stands out for them, and how sure they are of it.
 
-score_c(x) = sum_k l_k(x) (v_kc a_kc(x) q_kc(x)^g + crowd w_k cos_kc(x)), v_kc ~ n_kc^power (or n / (n + enough)), with
+score_c(x) = sum_k v_kc (t_kc(x) + a_kc(x) q_kc(x)^g) + w_k t_kc(x), with
 
-- a_kc, what the expert says: its cosine as it is, or calibrated, r clip((cos - m-) / (m+ - m-), 0, 1.2), where the
-  negatives m-, s- are scraps (the extra ``calibration``), the site's own images of its other classes (``foreign``,
-  leave-one-class-out), or for each class the ones that fooled its expert more (``worst``);
+- t_kc = <z_k, e_kc> / sqrt(d), the client's features over their usual size, z_k = f_k(x) / u_k in every dimension, in
+  the direction of the class; the mean over the ways of a shift. Features are short where a network sees nothing that it
+  knows. u_k is their root mean square over the client's own images. FedSRA's ``standardised`` also takes their mean
+  away (``centre``): at a client of few classes, most of what it knows. A client that sent no ``moments`` is heard at
+  unit length, t_kc = cos_kc;
+- a_kc, the calibrated cosine, r clip((cos - m-) / (m+ - m-), 0, 1.2), where the negatives m-, s- are scraps (the extra
+  ``calibration``), the site's own images of its other classes (``foreign``, leave-one-class-out), or for each class
+  those that fooled its expert more (``worst``);
 - q_kc = softmax(sharpness cos_k) over the classes that client k holds, 1 for a client of one class. A client of fifty
   classes must share its voice out among them, whatever its calibration says;
-- the crowd: the plain cosines of all clients, w_k ~ sqrt(n_k). v shares one voice out among the holders of a class;
-  here each has its own, so that a class which many hold and agree on gains;
-- l_k = (||f_k(x)|| / what it usually is at its site)^norms: features are short where a network sees nothing it knows.
+- v_kc ~ n_kc / (n_kc + enough), one voice shared out among the holders of a class, and w_k ~ sqrt(n_k), one among all
+  clients: the crowd, which has an opinion of every class.
 
-It serves heads of every kind: linear rows, prototypes, anchors, and prototypes of every way of a shift. Cosines may be
-those of raw features or of standardised ones (``features``), which have no calibration. All candidates are settings, so
-that a study chooses between them; the values that `--method best` has stand in ``flyby.runs.methods``.
+It serves heads of every kind: linear rows, prototypes, anchors, and prototypes of every way of a shift. All that was
+tried is a setting, so that a study can choose; docs/best.md says what was chosen, and on which images.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from flyby.errors import BadInput
 from flyby.fusion.base import FusionSettings, Server
 from flyby.fusion.ensembles.experts import WHISPER, Experts, ExpertsPredictor, ExpertsSettings, certainty, say_cost
 from flyby.fusion.ensembles.standardised import standardised
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
-from flyby.models.heads import between, shown_directions
+from flyby.models.heads import HEADS, between, shown_directions
 from flyby.models.shelf import Shelf
 from flyby.models.shifts import WAYS
 from flyby.parcels.inbox import Inbox
@@ -41,12 +45,13 @@ from flyby.statistics.calibration import SCRAP, SPREAD, calibrated
 from flyby.statistics.catalogue import EXTRAS
 from flyby.statistics.extras import sent
 
+log = logging.getLogger(__name__)
 LOUDEST = 3.0  # times the usual length of features: whoever says that his are short must not outshout all others
 
 
 class BestPredictor(ExpertsPredictor):
-    """Experts by the rule above. With ``standardise`` members say what they see, and ``mean``, ``std`` [K, d] and the
-    class directions ``rows`` [K, R, C, d] are kept beside them."""
+    """Experts by the rule above. Members say what they see; beside them are kept, of client k, the moments ``mean_k``
+    and ``std_k`` [d] and the class directions ``rows_k`` [R, C, d], and of all the ``shares`` [K] in the crowd."""
 
     kind = "best"
 
@@ -64,41 +69,32 @@ class BestPredictor(ExpertsPredictor):
         chosen = build(FormSettings, form or {}, "form")
         super().__init__(specs, class_names, networks, votes=votes, calibration=calibration)
         self.form_of, self.settings = chosen, {"form": chosen.model_dump()}
-        members, shapes = len(self.specs), dict[str, tuple[int, ...]]()
-        if chosen.standardise:
-            classes, dim = len(self.class_names), self.specs[0].skeleton().feature_dim
-            shapes |= {"mean": (members, dim), "std": (members, dim), "rows": (members, chosen.ways, classes, dim)}
-        shapes |= ({"shares": (members,)} if chosen.crowd else {}) | ({"usual": (members,)} if chosen.norms else {})
+        shapes: dict[str, tuple[int, ...]] = {"shares": (len(self.specs),)}
+        for k, spec in enumerate(self.specs):
+            dim, ways = spec.skeleton().feature_dim, WAYS if HEADS[spec.head].shift else 1
+            shapes |= {f"mean_{k}": (dim,), f"std_{k}": (dim,), f"rows_{k}": (ways, len(self.class_names), dim)}
         for name, shape in shapes.items():
             self.register_buffer(name, (kept or {}).get(name, torch.zeros(shape)))
 
-    mean: Tensor
-    std: Tensor
-    rows: Tensor
     shares: Tensor
-    usual: Tensor
 
     def voice(self, network: Network, features: Tensor) -> Tensor:
-        """The cosines [N, C], and in one more column the length of the features where that counts."""
-        if self.form_of.standardise:
-            return features.float()
-        cosines = super().voice(network, features)
-        return torch.cat((cosines, lengths(features)[:, None]), 1) if self.form_of.norms else cosines
+        return features.float()
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
+        cosines, dots = [], []
+        for k, seen in enumerate(voices):
+            mean, std, rows = (getattr(self, f"{name}_{k}") for name in ("mean", "std", "rows"))
+            cosines.append(between(seen, rows))
+            dots.append(stands_out(seen, mean, std, rows, self.form_of.centre))
+        return self.weighed(torch.stack(cosines), torch.stack(dots))
+
+    def weighed(self, cosines: Tensor, dots: Tensor) -> Tensor:
+        """The scores [N, C] from every client's cosines and what stands out for it, both [K, N, C]."""
         form = self.form_of
-        if form.standardise:
-            each = zip(voices, self.mean, self.std, self.rows, strict=True)
-            voices = [between(standardised(f, m, s), rows) for f, m, s, rows in each]
-        cosines = torch.stack(tuple(voices))
-        loud: Tensor | float = 1.0
-        if form.norms:
-            cosines, seen = cosines[..., :-1], cosines[..., -1:]
-            loud = (seen / self.usual[:, None, None].clamp_min(1e-12)).clamp(max=LOUDEST) ** form.norms
-        scores = torch.einsum("kc,knc->nc", self.votes, loud * self.said(cosines))
-        if form.crowd:
-            scores = scores + form.crowd * torch.einsum("k,knc->nc", self.shares, loud * cosines)
-        return self.unspoken_last(scores, LOUDEST**form.norms * (2 + form.crowd))
+        scores = torch.einsum("kc,knc->nc", self.votes, form.seen * dots + self.said(cosines))
+        scores = scores + form.crowd * torch.einsum("k,knc->nc", self.shares, dots)
+        return self.unspoken_last(scores, LOUDEST * (form.seen + form.crowd) + 2)
 
     def said(self, cosines: Tensor) -> Tensor:
         form, held = self.form_of, (self.votes > 0)[:, None]
@@ -112,72 +108,76 @@ class FormSettings(FusionSettings):
 
     calibrate: bool = True
     reliability: bool = True
-    standardise: bool = False
-    ways: int = Field(1, ge=1, le=WAYS)
     sharpness: float = Field(16.0, gt=0)
     exponent: float = Field(0.5, ge=0)
-    crowd: float = Field(0.0, ge=0)
-    norms: float = Field(0.0, ge=0)
+    seen: float = Field(1.0, ge=0)
+    crowd: float = Field(1.0, ge=0)
+    centre: bool = False
 
 
 class BestSettings(ExpertsSettings):
+    power: float | None = Field(None, ge=0, description="v_kc ~ n_kc ** power, in place of enough")
     negatives: Literal["none", "scraps", "foreign", "worst"] = Field(
         "scraps", description="what an expert is calibrated against; none: its cosine as it is"
     )
     reliability: bool = Field(True, description="an expert that finds its class everywhere whispers")
     exponent: float = Field(0.5, ge=0, description="of the softmax over the classes held; 0 leaves it out")
-    features: Literal["raw", "standardised"] = Field(
-        "raw", description="standardised: by the client's own moments, without calibration"
-    )
-    crowd: float = Field(0.0, ge=0, description="weight of what all clients say of all classes, beside the experts")
-    norms: float = Field(
-        0.0, ge=0, description="exponent of a client's loudness: the length of its features, over the usual one"
-    )
+    seen: float = Field(1.0, ge=0, description="weight of what stands out for clients, of the classes they hold")
+    crowd: float = Field(1.0, ge=0, description="the same for all clients, of all classes")
+    centre: bool = Field(False, description="take the mean of a client's features away, as FedSRA does")
 
 
 class Best(Experts):
     name = "best"
-    about = "experts calibrated at their site, each voice shared out among the classes it holds"
+    about = "experts by how far features stand out, and by cosines calibrated at their site"
+    edition = 2
     needs = frozenset({"weights", "class_counts", "prototypes", "calibration"})
+    enough = 1000.0
     settings_type = BestSettings
     settings: BestSettings
 
     @classmethod
     def needed(cls, settings: FusionSettings) -> frozenset[str]:
         assert isinstance(settings, BestSettings)
-        standardise = settings.features == "standardised"
-        if standardise and settings.negatives != "none":
-            raise BadInput(
-                "calibration is measured on raw features; with fusion.features=standardised take fusion.negatives=none"
-            )
-        if standardise and settings.norms:
-            raise BadInput("standardised features have no usual length; take fusion.norms=0, or fusion.features=raw")
         asked = {"none": set[str](), "scraps": {"calibration"}}.get(settings.negatives, {"calibration", "foreign"})
-        return (cls.needs - {"calibration"}) | asked | ({"moments"} if standardise or settings.norms else set())
+        return (cls.needs - {"calibration"}) | asked
 
     def combine(self, parcels: Inbox, server: Server) -> Predictor:
         networks, settings = parcels.networks(), self.settings
-        calibrate, standardise = settings.negatives != "none", settings.features == "standardised"
+        calibrate = settings.negatives != "none"
         votes = self.votes(parcels, networks, server)
         tables = [calibration_of(item, settings.negatives) for item in parcels] if calibrate else []
-        kept = seen_by(parcels, self.name) if standardise else {}
-        form = {"calibrate": calibrate, "standardise": standardise, "ways": kept["rows"].shape[1] if standardise else 1}
-        form |= {name: getattr(settings, name) for name in ("reliability", "sharpness", "exponent", "crowd", "norms")}
-        if settings.crowd:
-            shares = torch.tensor(parcels.samples, dtype=torch.float64).sqrt()
-            kept["shares"] = (shares / shares.sum().clamp_min(1e-12)).float()
-        if settings.norms:
-            kept["usual"] = torch.stack([usual_length(item) for item in parcels])
+        form = {name: getattr(settings, name) for name in FormSettings.model_fields if name != "calibrate"}
+        shares = torch.tensor(parcels.samples, dtype=torch.float64).sqrt()
+        kept = {"shares": (shares / shares.sum().clamp_min(1e-12)).float()}
+        for k, (item, network) in enumerate(zip(parcels, networks, strict=True)):
+            kept[f"rows_{k}"] = shown_directions(network).float().clone()
+            if "moments.mean" in item.extras:
+                found = sent(item, EXTRAS["moments"])
+                kept |= {f"mean_{k}": found["moments.mean"], f"std_{k}": found["moments.std"]}
+            elif settings.seen or settings.crowd:
+                log.info("%s sent no moments, and its features count by their direction alone", item.manifest.sender)
         say_cost(parcels, server)
         return BestPredictor(
             [m.spec for m in parcels.manifests],
             parcels.class_names,
             networks,
-            form=form,
+            form={"calibrate": calibrate, **form},
             votes=votes,
             calibration=torch.stack(tables) if tables else None,
             kept=kept,
         )
+
+
+def stands_out(features: Tensor, mean: Tensor, std: Tensor, rows: Tensor, centre: bool = False) -> Tensor:
+    """t_kc of features [N, d], or of those of every way [N, R, d]: [N, C]. Of usual features it is between -1 and 1.
+    Moments of 0 are none."""
+    middle, size = (mean, std) if centre else (torch.zeros_like(mean), (mean.square() + std.square()).sqrt())
+    z, root = standardised(features.float(), middle, size), mean.shape[0] ** 0.5
+    z = z * (LOUDEST * root / z.norm(dim=-1, keepdim=True).clamp_min(1e-12)).clamp(max=1.0) / root
+    z = torch.where((size > 0).any(), z, F.normalize(features.float(), dim=-1))
+    rows = F.normalize(rows.float(), dim=2)
+    return z @ rows[0].T if z.ndim == 2 else torch.einsum("nrd,rcd->nc", z, rows) / len(rows)
 
 
 def calibration_of(item: Parcel, negatives: str) -> Tensor:
@@ -193,28 +193,3 @@ def calibration_of(item: Parcel, negatives: str) -> Tensor:
     found = table.clone()
     found[SCRAP], found[SPREAD] = torch.where(taken, mean, table[SCRAP]), torch.where(taken, std, table[SPREAD])
     return found
-
-
-def lengths(features: Tensor) -> Tensor:
-    """||f|| of features [N, d], or its root mean square over the ways, [N, R, d]: [N]."""
-    squares = features.float().square().sum(-1)
-    return (squares if features.ndim == 2 else squares.mean(1)).sqrt()
-
-
-def usual_length(item: Parcel) -> Tensor:
-    """The root mean square of ||f|| over a client's own images, from the moments of its features."""
-    table = sent(item, EXTRAS["moments"])
-    return (table["moments.mean"].square() + table["moments.std"].square()).sum().sqrt()
-
-
-def seen_by(parcels: Inbox, rule: str) -> dict[str, Tensor]:
-    """Each client's moments and class directions, for features that are standardised first."""
-    parcels.same_features(rule)
-    tables = [sent(item, EXTRAS["moments"]) for item in parcels]
-    rows = [shown_directions(item.network()).float() for item in parcels]
-    ways = max(len(one) for one in rows)
-    return {
-        "mean": torch.stack([table["moments.mean"] for table in tables]),
-        "std": torch.stack([table["moments.std"] for table in tables]),
-        "rows": torch.stack([one.expand(ways, -1, -1) if len(one) == 1 else one for one in rows]),
-    }

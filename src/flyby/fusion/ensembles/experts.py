@@ -122,6 +122,7 @@ class Experts(Fusion):
     heterogeneous = True
     form: Form = "cosine"
     power = 1.0
+    enough: float | None = None
     settings_type = ExpertsSettings
     settings: ExpertsSettings
 
@@ -147,8 +148,10 @@ class Experts(Fusion):
             parcels.counts if self.settings.cap_counts is None else capped(parcels.counts, self.settings.cap_counts)
         )
         trust = self._validated(parcels, networks, server.proxy) if self.settings.validated else None
-        power = self.power if self.settings.power is None else self.settings.power
-        return expert_votes(counts, power, trust, self.settings.enough).float()
+        power, enough = self.settings.power, self.settings.enough
+        if power is None and enough is None:
+            power, enough = self.power, self.enough
+        return expert_votes(counts, 1.0 if power is None else power, trust, enough).float()
 
     def _validated(self, parcels: Inbox, networks: Iterable[Network], proxy: Dataset | None) -> Tensor:
         if proxy is None or len(proxy) == 0:
