@@ -4,9 +4,9 @@
     python benchmarks/rule_forms.py choose voices/*.npz [--images held-out]
 
 ``listen`` opens finished runs and keeps, for the sites' held-out images and for the test images, every client's
-cosines and standardised products, and what it sent beside its weights: megabytes where the networks are hundreds. For
-forms that are not written yet, the features themselves are kept too (NAME.features), of as many held-out images as fit
-into 15 MB.
+cosines, how far its features stand out, and what it sent beside its weights: megabytes where the networks are hundreds.
+For forms that are not written yet, the features themselves are kept too (NAME.features), of as many held-out images as
+fit into 15 MB.
 ``choose`` gives these to the rule itself (``BestPredictor.weighed``) under a grid of its settings, and prints
 accuracies, their mean over all files and the largest distance to the best form of any file. A rule is chosen on
 held-out images.
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flyby.data.dataset import Dataset
 from flyby.data.splits import Split
@@ -43,9 +44,10 @@ LARGEST = 15_000_000  # bytes of features
 STEPS = 32767  # cosines are kept as 16-bit numbers
 PARTS = {"held-out": "held", "test": "test"}
 GRID: dict[str, tuple[Any, ...]] = {
-    "seen": (0.0, 0.5, 1.0, 2.0),
-    "crowd": (0.0, 0.5, 1.0, 2.0),
-    "enough": (None, 300.0, 1000.0, 3000.0),
+    "seen": (0.0, 1.0, 2.0),
+    "crowd": (0.0, 1.0, 2.0),
+    "centre": (False, True),
+    "enough": (None, 0.5, 1.0, 2.0),
     "exponent": (0.0, 0.5, 1.0),
 }
 
@@ -66,19 +68,21 @@ def listen(folder: Path, device: str) -> dict[str, np.ndarray[Any, Any]]:
         if data is None:
             continue
         images, labels = data.tensors()
-        cosines, dots = [], []
+        cosines, plain, centred = list[Tensor](), list[Tensor](), list[Tensor]()
         for item in sent:
             network = item.network().to(device).eval()
-            moments = [table.to(device) for table in extras.sent(item, EXTRAS["moments"]).values()]
+            mean, std = (table.to(device) for table in extras.sent(item, EXTRAS["moments"]).values())
             rows = shown_directions(network)
             for piece in torch.split(images, 2048):
                 seen = shown_of(network, piece.to(device))
                 cosines.append(between(seen, rows).cpu())
-                dots.append(stands_out(seen, *moments, rows).cpu())
+                plain.append(stands_out(seen, mean, std, rows).cpu())
+                centred.append(stands_out(seen, mean, std, rows, centre=True).cpu())
         shape = len(sent), len(labels), len(sent.class_names)
         kept[f"{name}_labels"] = labels.numpy().astype(np.int16)
         kept[f"{name}_cosines"] = (torch.cat(cosines).reshape(shape) * STEPS).round().to(torch.int16).numpy()
-        kept[f"{name}_dots"] = torch.cat(dots).reshape(shape).half().numpy()
+        for word, dots in (("dots", plain), ("centred", centred)):
+            kept[f"{name}_{word}"] = torch.cat(dots).reshape(shape).half().numpy()
     return kept
 
 
@@ -122,7 +126,9 @@ class Heard:
         self.name, self.counts = path.stem, torch.from_numpy(kept["counts"]).double()
         self.labels = torch.from_numpy(kept[f"{part}_labels"]).long()
         self.cosines = torch.from_numpy(kept[f"{part}_cosines"]).float() / STEPS
-        self.dots = torch.from_numpy(kept[f"{part}_dots"]).float()
+        self.dots = {
+            word == "centred": torch.from_numpy(kept[f"{part}_{word}"]).float() for word in ("dots", "centred")
+        }
         self.calibration = torch.from_numpy(kept["calibration"])
         shares = torch.from_numpy(kept["samples"]).double().sqrt()
         self.shares = (shares / shares.sum()).float()
@@ -140,7 +146,7 @@ class Heard:
             calibration=self.calibration,
             kept={"shares": self.shares},
         )
-        scores = predictor.weighed(self.cosines, self.dots)
+        scores = predictor.weighed(self.cosines, self.dots[bool(form.get("centre"))])
         return float((scores.argmax(1) == self.labels).double().mean())
 
 
@@ -151,14 +157,10 @@ def forms(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 
 def choose(paths: list[Path], part: str, shown: int, out: Path | None = None) -> None:
     files = [Heard(path, part) for path in paths]
-    found = [(form, [100 * one.accuracy(form) for one in files]) for form in forms(GRID)]
+    found = [(form, [round(100 * one.accuracy(form), 2) for one in files]) for form in forms(GRID)]
     if out is not None:
-        about = [{"voices": one.name, "images": part, "count": len(one.labels)} for one in files]
-        rows = [
-            {**facts, **form, "accuracy": round(value / 100, 6)}
-            for form, row in found
-            for facts, value in zip(about, row, strict=True)
-        ]
+        about = [f"{one.name} ({len(one.labels)} images)" for one in files]
+        rows = [{**form, "images": part, "accuracy": dict(zip(about, row, strict=True))} for form, row in found]
         out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     best = [max(row[i] for _, row in found) for i in range(len(files))]
     print("best form of each file: " + ", ".join(f"{f.name} {b:.2f}" for f, b in zip(files, best, strict=True)))
@@ -181,7 +183,7 @@ def main() -> None:
     second.add_argument(
         "--shown", type=int, default=12, help="so many forms are printed, those with the best mean first"
     )
-    second.add_argument("--out", type=Path, default=None, help="a file for all of them, a row per form and file")
+    second.add_argument("--out", type=Path, default=None, help="a file for all of them, a row per form")
     words = parser.parse_args()
     if words.verb == "choose":
         choose(words.voices, PARTS[words.images], words.shown, words.out)

@@ -280,8 +280,9 @@ def test_best_against_a_plain_loop(heads: tuple[str, ...], settings: dict[str, A
     expected = torch.zeros(len(x), 3, dtype=torch.float64)
     whole = sum(math.sqrt(item.manifest.samples) for item in parcels)
 
-    def worth(n: int) -> float:
-        return n / (n + (chosen.enough or 1000)) if chosen.power is None else n**chosen.power
+    def worth(k: int, c: int) -> float:
+        n, fair = COUNTS[k][c], sum(counts[c] for counts in COUNTS) / len(COUNTS)
+        return n / (n + (chosen.enough or 1) * fair) if chosen.power is None else n**chosen.power
 
     for k, item in enumerate(parcels):
         looks, rows = seen(item.network(), x), rows_of(item)
@@ -297,10 +298,10 @@ def test_best_against_a_plain_loop(heads: tuple[str, ...], settings: dict[str, A
                     z = (look[n] - mean) / std
                     z = z * min(1.0, LOUDEST * math.sqrt(6) / float(z.norm()))
                     stands += float(z @ row[c] / row[c].norm()) / math.sqrt(6) / len(looks)
-                expected[n, c] += chosen.crowd * math.sqrt(item.manifest.samples) / whole * stands
                 if c not in held:
                     continue
-                share = worth(COUNTS[k][c]) / sum(worth(counts[c]) for counts in COUNTS if counts[c])
+                expected[n, c] += chosen.crowd * math.sqrt(item.manifest.samples) / whole * stands
+                share = worth(k, c) / sum(worth(j, c) for j, counts in enumerate(COUNTS) if counts[c])
                 certain = math.exp(chosen.sharpness * said[c]) / sum(math.exp(chosen.sharpness * said[j]) for j in held)
                 if chosen.negatives == "none":
                     one = (1 + said[c]) / 2
@@ -334,19 +335,15 @@ def test_it_asks_for_no_more_than_it_reads() -> None:
     assert "calibration" not in Best(BestSettings(negatives="none")).needs
 
 
-@pytest.mark.parametrize("centre", [False, True])
-def test_who_sent_no_moments_is_heard_by_his_cosines(centre: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_one_sent_no_moments_nobody_is_heard_by_the_size_of_features(caplog: pytest.LogCaptureFixture) -> None:
     full, x = inbox("turns", "prototype"), asked(20)
     extras = {name: value for name, value in full[1].extras.items() if not name.startswith("moments")}
     bare = parcel.make(weights=full[1].weights, extras=extras, **full[1].manifest.facts)
-    rule = Best(BestSettings(centre=centre, crowd=0, negatives="none", exponent=0, power=1))
     with caplog.at_level("INFO"):
-        found, plain = (scores(rule.fuse(Inbox(items)), x) for items in ([bare], full[1:2]))
-    assert caplog.text.count("site-1 sent no moments, and its features count by their direction alone") == 1
-    said = scores(FUSIONS["experts"]().fuse(Inbox([bare])), x)[:, 1:]
-    assert torch.allclose(found[:, 1:], said + (1 + said) / 2 + 1e-3 * said, atol=1e-6)
-    assert not torch.allclose(plain[:, 1:], found[:, 1:], atol=1e-2)
-    assert bool(scores(rule.fuse(Inbox([full[0], bare, full[2]])), x).isfinite().all())
+        found = scores(Best().fuse(Inbox([full[0], bare, full[2]])), x)
+    assert "site-1 sent no moments, so that no client is heard by the size of its features" in caplog.text
+    assert torch.equal(found, scores(Best(BestSettings(seen=0, crowd=0)).fuse(Inbox(full)), x))
+    assert not torch.allclose(found, scores(Best().fuse(Inbox(full)), x), atol=1e-2)
 
 
 @pytest.mark.parametrize("rule", ["best", "standardised", "experts"])

@@ -1,22 +1,22 @@
-"""One rule for all uploads: experts who say what stands out for them, and how sure they are of it.
+"""One rule for all uploads: whoever has seen a class says how far the image stands out for him, and how sure he is.
 
-score_c(x) = sum_k v_kc (t_kc(x) + a_kc(x) q_kc(x)^g) + w_k t_kc(x), with
+score_c(x) = sum over the clients k that hold c of (v_kc + w_k) t_kc(x) + v_kc a_kc(x) q_kc(x)^g, with
 
 - t_kc = <z_k, e_kc> / sqrt(d), the client's features over their usual size, z_k = f_k(x) / u_k in every dimension, in
   the direction of the class; the mean over the ways of a shift. Features are short where a network sees nothing that it
   knows. u_k is their root mean square over the client's own images. FedSRA's ``standardised`` also takes their mean
-  away (``centre``): at a client of few classes, most of what it knows. A client that sent no ``moments`` is heard at
-  unit length, t_kc = cos_kc;
+  away (``centre``): at a client of few classes, most of what it knows;
 - a_kc, the calibrated cosine, r clip((cos - m-) / (m+ - m-), 0, 1.2), where the negatives m-, s- are scraps (the extra
   ``calibration``), the site's own images of its other classes (``foreign``, leave-one-class-out), or for each class
   those that fooled its expert more (``worst``);
 - q_kc = softmax(sharpness cos_k) over the classes that client k holds, 1 for a client of one class. A client of fifty
   classes must share its voice out among them, whatever its calibration says;
-- v_kc ~ n_kc / (n_kc + enough), one voice shared out among the holders of a class, and w_k ~ sqrt(n_k), one among all
-  clients: the crowd, which has an opinion of every class.
+- v_kc ~ n_kc / (n_kc + enough N_c / K), one voice shared out among the holders of a class, and w_k ~ sqrt(n_k), one for
+  each: a class that many hold and agree on gains.
 
-It serves heads of every kind: linear rows, prototypes, anchors, and prototypes of every way of a shift. All that was
-tried is a setting, so that a study can choose; docs/best.md says what was chosen, and on which images.
+Where some client sent no ``moments``, t is left out. The rule serves heads of every kind: linear rows, prototypes,
+anchors, and prototypes of every way of a shift. All that was tried is a setting, so that a study can choose;
+docs/best.md says what was chosen, and on which images.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOUDEST = 3.0  # times the usual length of features: whoever says that his are s
 
 class BestPredictor(ExpertsPredictor):
     """Experts by the rule above. Members say what they see; beside them are kept, of client k, the moments ``mean_k``
-    and ``std_k`` [d] and the class directions ``rows_k`` [R, C, d], and of all the ``shares`` [K] in the crowd."""
+    and ``std_k`` [d] and the class directions ``rows_k`` [R, C, d], and of all the ``shares`` w [K]."""
 
     kind = "best"
 
@@ -91,9 +91,9 @@ class BestPredictor(ExpertsPredictor):
 
     def weighed(self, cosines: Tensor, dots: Tensor) -> Tensor:
         """The scores [N, C] from every client's cosines and what stands out for it, both [K, N, C]."""
-        form = self.form_of
-        scores = torch.einsum("kc,knc->nc", self.votes, form.seen * dots + self.said(cosines))
-        scores = scores + form.crowd * torch.einsum("k,knc->nc", self.shares, dots)
+        form, held = self.form_of, (self.votes > 0).float()
+        volume = form.seen * self.votes + form.crowd * self.shares[:, None] * held
+        scores = torch.einsum("kc,knc->nc", self.votes, self.said(cosines)) + torch.einsum("kc,knc->nc", volume, dots)
         return self.unspoken_last(scores, LOUDEST * (form.seen + form.crowd) + 2)
 
     def said(self, cosines: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class BestSettings(ExpertsSettings):
     )
     reliability: bool = Field(True, description="an expert that finds its class everywhere whispers")
     exponent: float = Field(0.5, ge=0, description="of the softmax over the classes held; 0 leaves it out")
-    seen: float = Field(1.0, ge=0, description="weight of what stands out for clients, of the classes they hold")
-    crowd: float = Field(1.0, ge=0, description="the same for all clients, of all classes")
+    seen: float = Field(1.0, ge=0, description="weight of what stands out, in one voice for a class")
+    crowd: float = Field(1.0, ge=0, description="the same, in a voice for each client that holds it")
     centre: bool = Field(False, description="take the mean of a client's features away, as FedSRA does")
 
 
@@ -132,7 +132,7 @@ class Best(Experts):
     about = "experts by how far features stand out, and by cosines calibrated at their site"
     edition = 2
     needs = frozenset({"weights", "class_counts", "prototypes", "calibration"})
-    enough = 1000.0
+    enough = 1.0
     settings_type = BestSettings
     settings: BestSettings
 
@@ -148,15 +148,17 @@ class Best(Experts):
         votes = self.votes(parcels, networks, server)
         tables = [calibration_of(item, settings.negatives) for item in parcels] if calibrate else []
         form = {name: getattr(settings, name) for name in FormSettings.model_fields if name != "calibrate"}
+        silent = [item.manifest.sender for item in parcels if "moments.mean" not in item.extras]
+        if silent and (settings.seen or settings.crowd):
+            log.info("%s sent no moments, so that no client is heard by the size of its features", ", ".join(silent))
+            form |= {"seen": 0.0, "crowd": 0.0}
         shares = torch.tensor(parcels.samples, dtype=torch.float64).sqrt()
         kept = {"shares": (shares / shares.sum().clamp_min(1e-12)).float()}
         for k, (item, network) in enumerate(zip(parcels, networks, strict=True)):
             kept[f"rows_{k}"] = shown_directions(network).float().clone()
-            if "moments.mean" in item.extras:
+            if not silent:
                 found = sent(item, EXTRAS["moments"])
                 kept |= {f"mean_{k}": found["moments.mean"], f"std_{k}": found["moments.std"]}
-            elif settings.seen or settings.crowd:
-                log.info("%s sent no moments, and its features count by their direction alone", item.manifest.sender)
         say_cost(parcels, server)
         return BestPredictor(
             [m.spec for m in parcels.manifests],
@@ -170,12 +172,10 @@ class Best(Experts):
 
 
 def stands_out(features: Tensor, mean: Tensor, std: Tensor, rows: Tensor, centre: bool = False) -> Tensor:
-    """t_kc of features [N, d], or of those of every way [N, R, d]: [N, C]. Of usual features it is between -1 and 1.
-    Moments of 0 are none."""
+    """t_kc of features [N, d], or of those of every way [N, R, d]: [N, C]. Of usual features it is between -1 and 1."""
     middle, size = (mean, std) if centre else (torch.zeros_like(mean), (mean.square() + std.square()).sqrt())
     z, root = standardised(features.float(), middle, size), mean.shape[0] ** 0.5
     z = z * (LOUDEST * root / z.norm(dim=-1, keepdim=True).clamp_min(1e-12)).clamp(max=1.0) / root
-    z = torch.where((size > 0).any(), z, F.normalize(features.float(), dim=-1))
     rows = F.normalize(rows.float(), dim=2)
     return z @ rows[0].T if z.ndim == 2 else torch.einsum("nrd,rcd->nc", z, rows) / len(rows)
 

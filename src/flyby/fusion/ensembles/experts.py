@@ -35,6 +35,7 @@ from flyby.statistics.catalogue import EXTRAS
 from flyby.statistics.extras import sent
 
 WHISPER = 1e-3
+TINY = 1e-12
 Form = Literal["cosine", "softmax", "gate", "calibrated"]
 
 
@@ -104,7 +105,9 @@ class ExpertsSettings(FusionSettings):
         None, ge=0, description="v_kc ~ n_kc ** power; default 1, and .5 for experts-calibrated"
     )
     enough: float | None = Field(
-        None, gt=0, description="v_kc ~ n_kc / (n_kc + enough) in place of a power: more images than that add little"
+        None,
+        gt=0,
+        description="v_kc ~ n_kc / (n_kc + enough N_c / K) in place of a power: more than a share adds little",
     )
     cap_counts: float | None = Field(
         None, gt=0, description="no client's counts add up to more than this many times the median client's"
@@ -169,9 +172,10 @@ def certainty(cosines: Tensor, held: Tensor, sharpness: float) -> Tensor:
 
 
 def expert_votes(counts: Tensor, power: float, trust: Tensor | None = None, enough: float | None = None) -> Tensor:
-    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c, or of n_kc / (n_kc + enough); all 0 for a
-    class nobody holds: nobody speaks for it. ``trust`` [K, C] is one more factor of every voice."""
-    voices = counts**power if enough is None else counts / (counts + enough)
+    """v_kc = n_kc^power / sum_k n_kc^power over the clients that hold c, or of n_kc / (n_kc + enough N_c / K) with the
+    N_c images of a class, N_c / K a fair share of them; all 0 for a class nobody holds: nobody speaks for it.
+    ``trust`` [K, C] is one more factor of every voice."""
+    voices = counts**power if enough is None else counts / (counts + enough * counts.mean(0)).clamp_min(TINY)
     voices = torch.where(counts > 0, voices, 0.0)  # 0^0 is 1, but who holds nothing has no voice
     voices = voices if trust is None else voices * trust.to(voices)
     return voices / voices.sum(0, keepdim=True).clamp_min(torch.finfo(voices.dtype).tiny)
