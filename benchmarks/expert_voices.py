@@ -2,8 +2,8 @@
 
 ``python benchmarks/expert_voices.py docs/best-voices.svg`` trains two sites (one holds the digit 3 alone, one 3, 5 and
 8) as FAFI's clients and as ``bearings``, and draws what the expert for 3 says, on average, about the test images of
-every digit: 100 times its cosine, and 100 times the calibrated form. The means are printed too. Under a minute of one
-CPU.
+every digit: 100 times its cosine, the calibrated form, and how far the images stand out. The means are printed too.
+Under a minute of one CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from flyby.data.site import Part, Site, part_of
 from flyby.data.sources import load
 from flyby.drawing import grid
+from flyby.fusion.ensembles.best import stands_out
 from flyby.models import ModelSpec
+from flyby.models.features import shown_of
+from flyby.models.heads import shown_directions
 from flyby.objectives import OBJECTIVES
 from flyby.statistics.calibration import calibrated, cosines
 from flyby.training.loop import train_site
@@ -40,10 +43,9 @@ def main(path: Path) -> None:
         none = Part(train.images[:0], train.labels[:0])
         site = Site("site", Part(train.images[kept], train.labels[kept]), none, none, bundle.train.class_names)
         for client, name in CLIENTS.items():
-            said, table = voices(site, name, test)
-            for form, voice in (("cosine", said), ("calibrated", calibrated(said[None], table[None])[0])):
+            for form, voice in voices(site, name, test).items():
                 means = [float(voice[test.labels == c, DIGIT].mean()) for c in range(10)]
-                rows.append(f"{place}: {client} {'cos' if form == 'cosine' else 'calib.'}")
+                rows.append(f"{place}: {client} {form}")
                 values.append([100 * max(0.0, mean) for mean in means])
                 others = [v for c, v in enumerate(values[-1]) if c not in classes]
                 own, unseen = values[-1][DIGIT], np.mean(others)
@@ -53,10 +55,10 @@ def main(path: Path) -> None:
     path.write_text(drawn + "\n")
 
 
-def voices(site: Site, name: str, test: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines [N, C] of a site's experts on the test images, and its calibration [3, C]."""
+def voices(site: Site, name: str, test: Part) -> dict[str, torch.Tensor]:
+    """What a site's experts say of the test images, [N, C], in each of three forms."""
     kind = OBJECTIVES[name]
-    settings = kind.settings_type()
+    settings = kind.settings_type(send=("moments",))
     spec = ModelSpec(name="cnn-small", classes=10, channels=1, size=(8, 8))
     recipe = Recipe(
         spec=kind.adapt_spec(spec, settings),
@@ -67,7 +69,14 @@ def voices(site: Site, name: str, test: Part) -> tuple[torch.Tensor, torch.Tenso
         seed=0,
     )
     item = train_site(site, recipe).parcel
-    return cosines(item.network().eval(), test.images), item.extras["calibration"]
+    network = item.network().eval()
+    said, rows = cosines(network, test.images), shown_directions(network)
+    moments = item.extras["moments.mean"], item.extras["moments.std"]
+    return {
+        "cosine": said,
+        "calibrated": calibrated(said[None], item.extras["calibration"][None])[0],
+        "stands out": stands_out(shown_of(network, test.images), *moments, rows),
+    }
 
 
 if __name__ == "__main__":
