@@ -30,6 +30,7 @@ from flyby.training.settings import TrainSettings
 DIGIT, EPOCHS = 3, 30
 SITES = {"3 alone": (3,), "3, 5, 8": (3, 5, 8)}
 CLIENTS = {"FAFI": "salt", "turns": "bearings"}
+SHORT = {"cosine": "cos", "calibrated": "cal.", "stands out": "size"}
 
 
 def main(path: Path) -> None:
@@ -45,7 +46,7 @@ def main(path: Path) -> None:
         for client, name in CLIENTS.items():
             for form, voice in voices(site, name, test).items():
                 means = [float(voice[test.labels == c, DIGIT].mean()) for c in range(10)]
-                rows.append(f"{place}: {client} {form}")
+                rows.append(f"{place}: {client} {SHORT[form]}")
                 values.append([100 * max(0.0, mean) for mean in means])
                 others = [v for c, v in enumerate(values[-1]) if c not in classes]
                 own, unseen = values[-1][DIGIT], np.mean(others)
