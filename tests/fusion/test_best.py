@@ -346,6 +346,19 @@ def test_where_one_sent_no_moments_nobody_is_heard_by_the_size_of_features(caplo
     assert not torch.allclose(found, scores(Best().fuse(Inbox(full)), x), atol=1e-2)
 
 
+def test_moments_are_read_where_sites_have_other_lists_of_classes(caplog: pytest.LogCaptureFixture) -> None:
+    parcels = []
+    for k, names in enumerate((("a", "b", "c"), ("b", "d", "c"))):
+        item = made(k, "prototype", (9, 4, 6))
+        facts = item.manifest.facts | {"class_names": names}
+        parcels.append(parcel.make(weights=item.weights, extras=item.extras, **facts))
+    with caplog.at_level("INFO"):
+        predictor = Best().fuse(Inbox(parcels))
+    assert "no moments" not in caplog.text
+    assert torch.equal(predictor.state_dict()["mean_1"], parcels[1].extras["moments.mean"])
+    assert scores(predictor, asked()).shape == (4, 4)
+
+
 @pytest.mark.parametrize("rule", ["best", "standardised", "experts"])
 def test_clients_of_one_class_and_of_a_hundred(rule: str) -> None:
     many = SPEC.replace(widths={"conv1": 4, "conv2": 5, "conv3": 100})

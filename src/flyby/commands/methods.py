@@ -110,7 +110,13 @@ def _facts(card: Row) -> Iterator[tuple[str, str]]:
             sizes = f"{card['weight_bytes'] / 1e3:,.0f} kB + {card['extra_bytes'] / 1e3:,.1f} kB"
             yield "an upload", f"{sizes} beside the weights (cnn-small, 8x8 images, 10 classes)"
     for label, key in (
-        *(("needs", "needs"), ("sends", "provides"), ("rules that fit", "fits"), ("rules", "rules")),
+        *(
+            ("needs", "needs"),
+            ("reads if sent", "wants"),
+            ("sends", "provides"),
+            ("rules that fit", "fits"),
+            ("rules", "rules"),
+        ),
         *(("objectives", "objectives"), ("when asked", "when_asked"), ("ask with", "ask")),
     ):
         if card.get(key):

@@ -55,6 +55,7 @@ class Fusion(ABC):
     paper: ClassVar[str] = ""
     about: ClassVar[str] = ""
     needs: frozenset[str] = frozenset({"weights"})  # of a rule: under its settings; of the class: under the defaults
+    wants: frozenset[str] = frozenset()  # what it reads too, where it was sent
     heterogeneous: ClassVar[bool] = False
     data_free: bool = True  # False: it cannot work without proxy images
     draws: ClassVar[bool] = False  # it makes images of its own, or changes some, which are bytes
@@ -71,6 +72,10 @@ class Fusion(ABC):
         """What sites must send under these settings: ``needs``, where nothing else is written."""
         return cls.needs
 
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.needs | self.wants
+
     def fuse(self, parcels: Inbox, server: Server | None = None) -> Predictor:
         """One predictor from many parcels, by this rule's ``combine``, over all classes that one of them names; one
         that holds a number which is not finite is nobody's."""
@@ -78,7 +83,7 @@ class Fusion(ABC):
             raise BadInput(f"the parcels know one class, {parcels.class_names[0]}, so there is nothing to tell apart")
         if not parcels.one_list:
             shares = None if self.heterogeneous else self.row_shares(parcels)
-            parcels = aligned(parcels, self.needs, whole=self.heterogeneous, shares=shares)
+            parcels = aligned(parcels, self.reads, whole=self.heterogeneous, shares=shares)
             self.check_members(parcels)
         for manifest in parcels.manifests:
             self.check_pixels(manifest.spec)

@@ -211,7 +211,8 @@ def _rule(name: str) -> Row:
     asked = sorted(rule.needs & set(STATISTICS))
     others = [o.name for o in OBJECTIVES.values() if o.name not in able and rule.needs <= o.provides | set(STATISTICS)]
     return {
-        **{"about": rule.about, "paper": rule.paper, "needs": sorted(rule.needs), "objectives": able},
+        **{"about": rule.about, "paper": rule.paper, "needs": sorted(rule.needs), "wants": sorted(rule.wants)},
+        "objectives": able,
         **({"when_asked": others, "ask": f"--set objective.send=[{','.join(asked)}]"} if others else {}),
         **{"data_free": bool(rule.data_free), "mixed_architectures": rule.heterogeneous},
         "keys": keys(rule.settings_type, "fusion"),

@@ -71,7 +71,7 @@ def entrance(
     gate = Gate(None, receiver=SERVER)
     for path in paths:
         gate.try_check(path)
-    beside = partial(examined, used=rule.needs)
+    beside = partial(examined, used=rule.reads)
     admitted = gate.settle(validation=clean, device=device, needs=rule.needs, beside=beside)
     let_in = [Path(str(one.source)) for one in admitted]
     if not let_in:
@@ -288,7 +288,7 @@ def _let_in(
             "some parcels are masked and some are not; add up the masked ones first: flyby fuse --partial ROUND.parcel,"
             " then fuse what it writes with the others"
         )
-    needs = frozenset({MASKED.name}) if any(hidden) else rule.needs
+    needs, reads = (frozenset({MASKED.name}),) * 2 if any(hidden) else (rule.needs, rule.reads)
     gate.settle(
         judges.part if judges else None,
         pick_device(order.device),
@@ -296,7 +296,7 @@ def _let_in(
         like=like,
         rule=None if rule.heterogeneous else rule.name,
         needs=needs,
-        beside=partial(examined, used=needs),
+        beside=partial(examined, used=reads),
     )
     _enough(gate, order.min_sites)
     inbox = Inbox(one.usable for one in gate.waiting)

@@ -177,6 +177,7 @@ class Distillation(Fusion):
         word = self.settings.teacher
         rule = None if word in MEANS else rule_of(word)
         self.needs = frozenset({"weights"}) | (rule.needs if rule else frozenset())
+        self.wants = rule.wants if rule else frozenset()
         self.softmax = rule is None or rule.softmax
 
     def teacher(self, parcels: Inbox, server: Server) -> Predictor:

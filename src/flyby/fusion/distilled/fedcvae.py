@@ -90,7 +90,8 @@ class FedCvae(Fusion):
     def __init__(self, settings: FusionSettings | None = None) -> None:
         super().__init__(settings)
         if self.settings.teacher not in ("labels", *MEANS):
-            self.needs = self.needs | rule_of(self.settings.teacher).needs
+            rule = rule_of(self.settings.teacher)
+            self.needs, self.wants = self.needs | rule.needs, rule.wants
 
     def teacher(self, parcels: Inbox, server: Server) -> Predictor | None:
         word = self.settings.teacher

@@ -1,4 +1,4 @@
-"""One rule for all uploads: whoever has seen a class says how far the image stands out for him, and how sure he is.
+"""One rule for all uploads: the holders of a class say how far an image stands out for them, and how sure they are.
 
 score_c(x) = sum over the clients k that hold c of (v_kc + w_k) t_kc(x) + v_kc a_kc(x) q_kc(x)^g, with
 
@@ -46,7 +46,7 @@ from flyby.statistics.catalogue import EXTRAS
 from flyby.statistics.extras import sent
 
 log = logging.getLogger(__name__)
-LOUDEST = 3.0  # times the usual length of features: whoever says that his are short must not outshout all others
+LOUDEST = 3.0  # times the usual length of features: who understates the usual one must not outshout all others
 
 
 class BestPredictor(ExpertsPredictor):
@@ -132,6 +132,7 @@ class Best(Experts):
     about = "experts by how far features stand out, and by cosines calibrated at their site"
     edition = 2
     needs = frozenset({"weights", "class_counts", "prototypes", "calibration"})
+    wants = frozenset({"moments"})
     enough = 1.0
     settings_type = BestSettings
     settings: BestSettings
