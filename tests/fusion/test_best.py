@@ -339,7 +339,7 @@ def test_where_one_sent_no_moments_nobody_is_heard_by_the_size_of_features(caplo
     full, x = inbox("turns", "prototype"), asked(20)
     extras = {name: value for name, value in full[1].extras.items() if not name.startswith("moments")}
     bare = parcel.make(weights=full[1].weights, extras=extras, **full[1].manifest.facts)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="flyby"):
         found = scores(Best().fuse(Inbox([full[0], bare, full[2]])), x)
     assert "site-1 sent no moments, so that no client is heard by the size of its features" in caplog.text
     assert torch.equal(found, scores(Best(BestSettings(seen=0, crowd=0)).fuse(Inbox(full)), x))
@@ -352,7 +352,7 @@ def test_moments_are_read_where_sites_have_other_lists_of_classes(caplog: pytest
         item = made(k, "prototype", (9, 4, 6))
         facts = item.manifest.facts | {"class_names": names}
         parcels.append(parcel.make(weights=item.weights, extras=item.extras, **facts))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="flyby"):
         predictor = Best().fuse(Inbox(parcels))
     assert "no moments" not in caplog.text
     assert torch.equal(predictor.state_dict()["mean_1"], parcels[1].extras["moments.mean"])
