@@ -52,6 +52,13 @@ GRID: dict[str, tuple[Any, ...]] = {
 }
 
 
+ASIDE: tuple[dict[str, Any], ...] = (
+    {"power": 0.5},
+    {"calibrate": False, "enough": 1.0},
+    {"seen": 0.0, "crowd": 0.0, "exponent": 0.0, "power": 0.5},  # that is experts-calibrated
+)
+
+
 @torch.no_grad()
 def listen(folder: Path, device: str) -> dict[str, np.ndarray[Any, Any]]:
     """What the clients of a finished run say of the held-out images, where there are any, and of the test images."""
@@ -157,7 +164,7 @@ def forms(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 
 def choose(paths: list[Path], part: str, shown: int, out: Path | None = None) -> None:
     files = [Heard(path, part) for path in paths]
-    found = [(form, [round(100 * one.accuracy(form), 2) for one in files]) for form in forms(GRID)]
+    found = [(form, [round(100 * one.accuracy(form), 2) for one in files]) for form in (*forms(GRID), *ASIDE)]
     if out is not None:
         about = [f"{one.name} ({len(one.labels)} images)" for one in files]
         rows = [{**form, "images": part, "accuracy": dict(zip(about, row, strict=True))} for form, row in found]

@@ -18,13 +18,16 @@ from flyby.objectives.salt import PRESETS, Salt, SaltSettings
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
 from flyby.rng import generator
+from flyby.runs.config import make_config
+from flyby.runs.like import Like
+from flyby.runs.pipeline import Options, run
 from flyby.settings import build
 from flyby.training.average import Average
 from flyby.training.loop import Session, check_phases
 from flyby.training.muon import Muon, orthogonal
 from flyby.training.optim import make_optimizer, set_learning_rate
 from flyby.training.recipe import Recipe
-from flyby.training.settings import Phase, TrainSettings, phase_of
+from flyby.training.settings import Phase, TrainSettings, batch_size, phase_of
 
 DIGITS = ModelSpec(name="cnn-small", classes=3, channels=1, size=(8, 8), widths={"conv1": 4, "conv2": 5, "conv3": 6})
 
@@ -289,3 +292,26 @@ def test_everything_at_once_learns() -> None:
     with torch.no_grad():
         right = network(network.spec.prepare(site.train.images)).argmax(1) == site.train.labels
     assert float(right.double().mean()) > 0.8
+
+
+def test_the_fast_preset_takes_smaller_batches_and_fewer_at_a_small_site() -> None:
+    def taken(preset: str, samples: int) -> int:
+        settings = SaltSettings.model_validate({"preset": preset})
+        return batch_size(TrainSettings(), OBJECTIVES["bearings"].preferred_batch(settings), samples)
+
+    assert [taken(preset, 10_000) for preset in ("paper", "as-run", "fast")] == [512, 512, 128]
+    assert (taken("fast", 300), taken("fast", 20)) == (64, 16)
+    assert batch_size(TrainSettings(batch=256), 128, 300) == 256, "what the user asks for is taken"
+    assert OBJECTIVES["fedsra"].preferred_batch(OBJECTIVES["fedsra"].settings_type()) == 128
+
+
+def test_a_site_that_trains_alike_chooses_its_own_batch(tmp_path: Path) -> None:
+    """It follows from the preset and the number of images: nobody chose it, so ``--like`` does not hand it on."""
+    asked = ["objective.test=false", "locals=false"]
+    split = {"name": "iid", "clients": 1}  # of 1,438 images: with the preset paper it would take 256
+    config = make_config("best", data={"name": "digits"}, split=split, seed=0, epochs=1, assignments=asked)
+    run(config, tmp_path, Options(engine="inline", device="cpu", quiet=True))
+    like = Like.at(sorted(tmp_path.rglob("*.parcel"))[0])
+    assert like.manifest.provenance["train"]["batch"] == 128  # type: ignore[index, call-overload]
+    assert 'objective.preset="fast"' in like.words
+    assert not [word for word in like.words if word.startswith("train.batch")]

@@ -23,7 +23,7 @@ TRAIN = {"lr": 0.05, "momentum": 0.9, "clip": 1.0, "optimizer": "sgd"}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {**TRAIN, "weight_decay": 5e-4, "schedule": "cosine"},
     "as-run": {**TRAIN, "weight_decay": 0.0, "schedule": "constant"},
-    # The same loss in fewer seconds: Adam, and four times as many steps. docs/best.md has what each of the two gains.
+    # The same loss in fewer epochs: Adam, and four times as many steps. docs/best.md has what each of the two gains.
     "fast": {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "cosine"},
 }
 BATCHES = {"fast": 128}
