@@ -294,3 +294,13 @@ def test_a_class_name_that_turns_the_writing_is_shown_and_turns_nothing(place: P
         assert not set("\u202e\u2067\x1b") & set(answer.out + answer.err)
     else:
         one_line(answer)
+
+
+def test_what_a_killed_command_left_in_the_folder_does_not_keep_the_next_one_out(place: Path, tmp_path: Path) -> None:
+    words = ("fuse", place / "a.parcel", "--fusion", "ensemble", "--no-export", "--out", tmp_path / "m")
+    done(*words)
+    (tmp_path / "m" / ".report.html.vjqkhrwx.part").write_text("half a page")
+    done(*words)
+    assert not [path.name for path in (tmp_path / "m").iterdir() if path.name.startswith(".")]
+    (tmp_path / "m" / ".thesis.html.vjqkhrwx.part").write_text("somebody else's")
+    assert "holds something else than a model of flyby ('.thesis.html.vjqkhrwx.part')" in one_line(call(*words))

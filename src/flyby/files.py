@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Generic, TypeVar
 
@@ -242,6 +243,12 @@ def take_lock(handle: IO[Any], lock: Path, output: Path) -> None:
         raise BadInput(
             f"another flyby process is working in {output}; wait for it, or name another folder with --out"
         ) from None
+
+
+def strangers(folder: Path, own: Iterable[str]) -> list[str]:
+    """Names in a folder that no pattern says are ours; what a killed process left of such a file is ours, too."""
+    patterns = [pattern for one in own for pattern in (one, f".{one}.????????.part")]
+    return sorted(path.name for path in folder.iterdir() if not any(fnmatchcase(path.name, one) for one in patterns))
 
 
 def sweep(leftovers: Iterable[Path]) -> None:

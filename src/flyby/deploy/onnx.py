@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flyby.errors import BadInput
-from flyby.files import atomic_folder, write_json, write_text
+from flyby.files import atomic_folder, strangers, write_json, write_text
 from flyby.fusion.card import card_of
 from flyby.fusion.predictor import Predictor
 from flyby.machine import versions
@@ -145,7 +145,7 @@ def export_folder(predictor: Predictor, folder: Path, card: Mapping[str, Any]) -
 
 def check_free(folder: Path) -> None:
     """An exported folder is written whole, in place of an older one: nothing else may be lost so."""
-    if folder.is_dir() and (strange := sorted({path.name for path in folder.iterdir()} - set(FILES))):
+    if folder.is_dir() and (strange := strangers(folder, FILES)):
         raise BadInput(
             f"{folder} holds something else than an exported model ({strange[0]!r}); name a new folder with --out"
         )

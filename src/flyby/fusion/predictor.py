@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flyby.errors import BadInput, unknown
-from flyby.files import atomic_folder, read_json, write_bytes, write_json, write_text
+from flyby.files import atomic_folder, read_json, strangers, write_bytes, write_json, write_text
 from flyby.fusion.card import card_of, facts_of
 from flyby.machine import versions
 from flyby.models import ModelSpec, Network
@@ -237,12 +236,11 @@ def check_replaceable(folder: Path, own: Iterable[str] = ()) -> None:
         raise BadInput(f"{folder} is a link, and a link is not written through; name the folder itself")
     if not folder.is_dir():
         return
-    names = sorted(path.name for path in folder.iterdir())
-    strange = [name for name in names if not any(fnmatchcase(name, one) for one in (*FILES, *own))]
-    if strange or (names and MODEL not in names):
+    strange, empty = strangers(folder, (*FILES, *own)), not any(folder.iterdir())
+    if strange or not (empty or (folder / MODEL).exists()):
         what = repr(strange[0]) if strange else "no model.json"
         raise BadInput(f"{folder} holds something else than a model of flyby ({what}); name a new folder with --out")
-    if names:
+    if not empty:
         config = read_json(folder / MODEL)
         if not isinstance(config, dict) or not {"format", "kind", "specs"} <= config.keys():
             raise BadInput(f"{folder / MODEL} was not written by flyby; name a new folder with --out")
