@@ -1,5 +1,5 @@
 """Cells of several studies on one GPU, from one queue: each worker is a process that compiles a network once for all of
-its jobs, and keeps beside the rows what the clients said (``rule_forms.py``).
+its jobs, and keeps beside the rows what clients said that send ``moments`` (``rule_forms.py``).
 
     python benchmarks/study_queue.py queue.jsonl --root work --data-root data --workers 2
 
@@ -66,9 +66,9 @@ def work(name: str, words: argparse.Namespace) -> None:
             grid = grid_of(job)
             rows = root / "results" / name / f"{job['study']}.jsonl"
             run_study(grid, rows, root / "work", data_root=data_root, engine="inline", device=words.device, quiet=True)
-            kept = root / "voices" / f"{job['name']}.npz"
-            first = next(iter(cells(grid, data_root)))
-            keep(root / "work" / "runs" / first.key, kept, words.device)
+            if any("moments" in setting for setting in grid.settings):  # what clients said is of use with these alone
+                first = next(iter(cells(grid, data_root)))
+                keep(root / "work" / "runs" / first.key, root / "voices" / f"{job['name']}.npz", words.device)
             log.info("%s: %s, %.0f s", name, job["name"], time.perf_counter() - began)
         except Exception:  # the others go on
             log.exception("%s: %s failed", name, job["name"])
