@@ -17,8 +17,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FORMS = runpy.run_path(str(BENCHMARKS / "rule_forms.py"))
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("judge", ["test", "held-out"])
-def test_kept_voices_are_judged_as_the_run_was(judge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_voices_are_judged_as_the_run_was(
+    judge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     form = {"crowd": 0.5, "seen": 0.2, "enough": 30.0, "exponent": 1.0}
     asked = [f"fusion.{name}={value}" for name, value in form.items()]
     config = make_config(
@@ -41,6 +44,8 @@ def test_kept_voices_are_judged_as_the_run_was(judge: str, tmp_path: Path, capsy
     heard = FORMS["Heard"](tmp_path / "run.npz", FORMS["PARTS"][judge])
     assert heard.accuracy(form) == pytest.approx(found.accuracy, abs=0.01), "16-bit cosines may move an image"
     assert heard.accuracy({"crowd": 0.0, "seen": 0.0, "exponent": 0.5}) != pytest.approx(heard.accuracy(form), abs=1e-9)
+    for name in ("seen", "crowd", "exponent"):
+        monkeypatch.setitem(FORMS["GRID"], name, FORMS["GRID"][name][:1])
     FORMS["choose"]([tmp_path / "run.npz"], FORMS["PARTS"][judge], 2)
     assert capsys.readouterr().out.count("behind at most") == 2
 

@@ -49,7 +49,7 @@ from flyby.training.settings import TrainSettings
 SPEC = ModelSpec(name="mlp", classes=3, channels=1, size=(4, 4), widths={"fc1": 3, "fc2": 2})
 NAMES = ("ant", "bee", "cat")
 CASES = 5000  # in all, at the least
-SHARE = 3  # mutations of each tensor that a rule meets and does not read; of those that it reads it meets all
+SHARE = 1  # mutation of each tensor that a rule meets and does not read; of those that it reads it meets all
 ROUND_TOLD = ("spring", "0" * 64, 30, ["site-0", "site-1", "site-2"])
 QUICK = {
     "fedcvae": ("images=6", "epochs=1", "batch=6"),
@@ -221,6 +221,10 @@ class Case(NamedTuple):
         return item, MUTATIONS[self.mutation](dict(item.extras), self.tensor)
 
 
+def reads(rule: str) -> frozenset[str]:
+    return FUSIONS[rule].needs | FUSIONS[rule].wants
+
+
 def cases(rule: str) -> Iterator[Case]:
     """All mutations of what a rule reads; of what it does not read a share, another one for every rule and tensor."""
     names, place = list(MUTATIONS), sorted(FUSIONS).index(rule)
@@ -228,9 +232,7 @@ def cases(rule: str) -> Iterator[Case]:
         tensors = sorted({name for item in HONEST[kind] for name in item.extras})
         for number, tensor in enumerate(tensors):
             first = 7 * place + 3 * number
-            chosen = (
-                names if kind in FUSIONS[rule].needs else [names[(first + 5 * i) % len(names)] for i in range(SHARE)]
-            )
+            chosen = names if kind in reads(rule) else [names[(first + 5 * i) % len(names)] for i in range(SHARE)]
             yield from (Case(rule, kind, tensor, mutation) for mutation in chosen)
 
 
@@ -274,7 +276,7 @@ def alone(case: Case, proxy: str) -> str:
 def outcomes(rule: str, proxy: str) -> tuple[Counter[str], dict[tuple[str, Case], str]]:
     found, wrong = Counter[str](), {}
     for case in cases(rule):
-        for way in (entrance, alone) if case.kind in FUSIONS[rule].needs else (entrance,):
+        for way in (entrance, alone) if case.kind in reads(rule) else (entrance,):
             answer = way(case, proxy)
             found[answer if answer in ("refused", "fused") else "wrong"] += 1
             if answer not in ("refused", "fused"):
@@ -283,7 +285,7 @@ def outcomes(rule: str, proxy: str) -> tuple[Counter[str], dict[tuple[str, Case]
 
 
 def count() -> int:
-    return sum(1 + (case.kind in FUSIONS[rule].needs) for rule in FUSIONS for case in cases(rule))
+    return sum(1 + (case.kind in reads(rule)) for rule in FUSIONS for case in cases(rule))
 
 
 def test_there_are_enough_cases() -> None:
