@@ -144,6 +144,17 @@ def test_all_ways_to_train_give_the_same_bytes(sites: Sites, parcels: list[parce
     assert [parcel.to_bytes(p) for p in at_once] == [parcel.to_bytes(p) for p in parcels]
 
 
+@pytest.mark.parametrize(("method", "kind"), [("ensemble", "ensemble"), ("fedavg", "single"), ("best", "best")])
+def test_parcels_are_fused_by_the_rule_of_their_method(sites: Sites, method: str, kind: str) -> None:
+    """Though a run's methods share the uploads of one objective."""
+    for made in (
+        [flyby.train(site, method, epochs=1) for site in sites],
+        flyby.train_all(sites, method, engine="inline", epochs=1),
+    ):
+        assert {one.manifest.method for one in made} == {method}
+        assert flyby.fuse(made).predictor.kind == kind
+
+
 def test_a_script_needs_no_guard_for_worker_processes(tmp_path: Path) -> None:
     lines = (
         "import flyby",

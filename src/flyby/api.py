@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -148,9 +148,7 @@ def train(
     site = site if classes is None else listed_site(site, classes)
     recipe, where = recipe_for(site, method, settings=settings, **words), pick_device(device)
     with as_a_site(where):
-        return train_site(
-            site, recipe, device=where, folder=Path(folder) if folder else None, method=method if site.real else ""
-        ).parcel
+        return train_site(site, recipe, device=where, folder=Path(folder) if folder else None, method=method).parcel
 
 
 def train_all(
@@ -174,7 +172,8 @@ def train_all(
             for name in sites.names
         ]
         engine_named(engine)(jobs, lambda row: None)
-        return [parcels_file.read(job.parcel_path) for job in jobs]
+        made = [parcels_file.read(job.parcel_path) for job in jobs]  # which name the objective, as a run's files do
+        return [replace(one, manifest=one.manifest.model_copy(update={"method": method})) for one in made]
 
 
 def _on_disk(data: DataBundle, folder: Path) -> DataSettings:
