@@ -2,6 +2,7 @@
 
     python benchmarks/rule_forms.py listen runs/study/runs/KEY ... --out voices --device cuda
     python benchmarks/rule_forms.py choose voices/*.npz [--images held-out]
+    python benchmarks/rule_forms.py scale voices/*.npz [--images held-out]
 
 ``listen`` opens finished runs and keeps, for the sites' held-out images and for the test images, every client's
 cosines, how far its features stand out, and what it sent beside its weights: megabytes where the networks are hundreds.
@@ -9,7 +10,8 @@ For forms that are not written yet, the features themselves are kept too (NAME.f
 fit into 15 MB.
 ``choose`` gives these to the rule itself (``BestPredictor.weighed``) under a grid of its settings, and prints
 accuracies, their mean over all files and the largest distance to the best form of any file. A rule is chosen on
-held-out images.
+held-out images. ``scale`` does the same for how sure it is: log-loss and calibration error of softmax(scale scores), by
+which ``SURE`` was chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,8 +30,9 @@ from torch import Tensor
 
 from flyby.data.dataset import Dataset
 from flyby.data.splits import Split
-from flyby.fusion.ensembles.best import BestPredictor, stands_out
+from flyby.fusion.ensembles.best import Best, BestPredictor, stands_out
 from flyby.fusion.ensembles.experts import expert_votes
+from flyby.fusion.quality import quality_of
 from flyby.models import ModelSpec
 from flyby.models.features import shown_of
 from flyby.models.heads import between, shown_directions
@@ -50,8 +54,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "enough": (None, 0.5, 1.0, 2.0),
     "exponent": (0.0, 0.5, 1.0),
 }
-
-
+SCALES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 ASIDE: tuple[dict[str, Any], ...] = (
     {"power": 0.5},
     {"calibrate": False, "enough": 1.0},
@@ -141,6 +144,9 @@ class Heard:
         self.shares = (shares / shares.sum()).float()
 
     def accuracy(self, form: dict[str, Any]) -> float:
+        return float((self.scores(form).argmax(1) == self.labels).double().mean())
+
+    def scores(self, form: dict[str, Any]) -> Tensor:
         """Of the rule with these settings: those of its form, and ``power`` or ``enough`` of its votes."""
         shape = {name: value for name, value in form.items() if name not in ("power", "enough")}
         members, classes = self.counts.shape
@@ -153,8 +159,7 @@ class Heard:
             calibration=self.calibration,
             kept={"shares": self.shares},
         )
-        scores = predictor.weighed(self.cosines, self.dots[bool(form.get("centre"))])
-        return float((scores.argmax(1) == self.labels).double().mean())
+        return predictor.weighed(self.cosines, self.dots[bool(form.get("centre"))])
 
 
 def forms(grid: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -177,6 +182,21 @@ def choose(paths: list[Path], part: str, shown: int, out: Path | None = None) ->
         print(f"{settings:52s} mean {mean:.2f}, behind at most {behind:.2f}: " + " ".join(f"{a:.1f}" for a in row))
 
 
+def scale(paths: list[Path], part: str, out: Path | None = None) -> None:
+    files, rows = [Heard(path, part) for path in paths], []
+    for times in SCALES:
+        for one in files:
+            chances = (times * one.scores({"enough": Best.enough}).double()).softmax(1)
+            found = quality_of(chances, one.labels, [str(c) for c in range(chances.shape[1])])
+            about = {"scale": times, "images": part, "uploads": one.name, "judged": len(one.labels)}
+            rows.append(about | {"log_loss": found.log_loss, "calibration_error": found.calibration_error})
+        mine = [row for row in rows if row["scale"] == times]
+        means = (fmean(float(row[name]) for row in mine) for name in ("log_loss", "calibration_error"))
+        print(f"{times:4g} times the scores: log-loss {next(means):.3f}, calibration error {next(means):.3f}")
+    if out is not None:
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked = parser.add_subparsers(dest="verb", required=True)
@@ -191,7 +211,14 @@ def main() -> None:
         "--shown", type=int, default=12, help="so many forms are printed, those with the best mean first"
     )
     second.add_argument("--out", type=Path, default=None, help="a file for all of them, a row per form")
+    third = asked.add_parser("scale")
+    third.add_argument("voices", type=Path, nargs="+")
+    third.add_argument("--images", choices=PARTS, default="held-out")
+    third.add_argument("--out", type=Path, default=None, help="a file for all figures, a row per file and scale")
     words = parser.parse_args()
+    if words.verb == "scale":
+        scale(words.voices, PARTS[words.images], words.out)
+        return
     if words.verb == "choose":
         choose(words.voices, PARTS[words.images], words.shown, words.out)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from flyby.models import ModelSpec, Network
 from flyby.models.shifts import WAYS, shifted
 from flyby.objectives import OBJECTIVES
 from flyby.parcels import parcel
-from flyby.parcels.parcel import Parcel
+from flyby.parcels.parcel import Manifest, Parcel
 from flyby.rng import generator
 from flyby.runs.methods import METHODS, check_pair
+from flyby.runs.quality import tempered
 from flyby.statistics.calibration import calibrate
 from flyby.statistics.catalogue import computed
 from flyby.statistics.foreign import foreign, leave_one_out
@@ -440,3 +442,22 @@ def test_the_best_pair_is_one_place() -> None:
     assert (method.fusion, method.fusion_settings) == ("best", {}), "the rule is the same for every upload"
     chosen = {name: value for name, value in method.objective_settings.items() if SITES_DEFAULTS[name] != value}
     assert chosen == {"preset": "fast", "send": ["moments"]}, "nothing else tells its uploads from those of bearings"
+
+
+# -- how sure
+
+
+def test_chances_of_best_are_a_softmax_of_its_scores_and_take_no_site_s_temperature() -> None:
+    told = [replace(one, manifest=_told(one, "best")) for one in inbox("prototype")]
+    rule, other = FUSIONS["best"](), FUSIONS["experts"]()
+    predictor = tempered(rule.fuse(Inbox(told)), [one.manifest for one in told], rule)
+    assert predictor.temperature == 1
+    said = scores(predictor, asked())
+    assert torch.allclose(predictor.chances(said), (6 * said).exp() / (6 * said).exp().sum(1, keepdim=True))
+    assert torch.equal(predictor.chances(said).argmax(1), said.argmax(1))
+    told = [replace(one, manifest=_told(one, "bearings")) for one in told]
+    assert tempered(other.fuse(Inbox(told)), [one.manifest for one in told], other).temperature == 2, "experts do"
+
+
+def _told(item: Parcel, method: str) -> Manifest:
+    return item.manifest.model_copy(update={"method": method, "meta": {**item.manifest.meta, "temperature": 2.0}})

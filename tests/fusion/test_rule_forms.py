@@ -48,6 +48,10 @@ def test_kept_voices_are_judged_as_the_run_was(
         monkeypatch.setitem(FORMS["GRID"], name, FORMS["GRID"][name][:1])
     FORMS["choose"]([tmp_path / "run.npz"], FORMS["PARTS"][judge], 2)
     assert capsys.readouterr().out.count("behind at most") == 2
+    FORMS["scale"]([tmp_path / "run.npz"], FORMS["PARTS"][judge], tmp_path / "scales.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "scales.jsonl").read_text().splitlines()]
+    assert [row["scale"] for row in rows] == list(FORMS["SCALES"])
+    assert all(0 < row["log_loss"] < 3 and 0 <= row["calibration_error"] < 1 for row in rows)
 
 
 def test_jobs_leave_a_queue_in_order_and_wait_for_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

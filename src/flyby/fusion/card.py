@@ -205,6 +205,8 @@ def _limits(config: Config) -> str:
     sure = (
         f"Its probabilities were calibrated at the sites (temperature {temperature:.3g}), on images like theirs."
         if temperature
+        else "Its probabilities follow a scale that was chosen on other images; there they were some 7 % off."
+        if config.get("kind") == "best"
         else "Its probabilities were not calibrated: they rank the classes, and are no chances to be right."
     )
     return (

@@ -130,10 +130,10 @@ def concerns(site: Site) -> list[str]:
 
 
 def tempered(predictor: Predictor, manifests: Sequence[Manifest], rule: Fusion) -> Predictor:
-    """The predictor with the sites' fused temperature, where they measured theirs by this very rule."""
+    """The predictor with the sites' fused temperature, if it needs one and they measured theirs by this very rule."""
     with contextlib.suppress(BadInput):
         found = fused_temperature(manifests)
-        if found is not None and rule_for(m.method for m in manifests) == rule.name:
+        if found is not None and not predictor.sure and rule_for(m.method for m in manifests) == rule.name:
             predictor.temperature = float(f"{found:.6g}")
     return predictor
 

@@ -46,6 +46,7 @@ from flyby.statistics.catalogue import EXTRAS
 from flyby.statistics.extras import sent
 
 log = logging.getLogger(__name__)
+SURE = 6.0  # softmax of so many times the scores says how likely an answer is right; chosen as the form was
 LOUDEST = 3.0  # times the usual length of features: who understates the usual one must not outshout all others
 
 
@@ -54,6 +55,7 @@ class BestPredictor(ExpertsPredictor):
     and ``std_k`` [d] and the class directions ``rows_k`` [R, C, d], and of all the ``shares`` w [K]."""
 
     kind = "best"
+    sure = True
 
     def __init__(
         self,
@@ -95,6 +97,9 @@ class BestPredictor(ExpertsPredictor):
         volume = form.seen * self.votes + form.crowd * self.shares[:, None] * held
         scores = torch.einsum("kc,knc->nc", self.votes, self.said(cosines)) + torch.einsum("kc,knc->nc", volume, dots)
         return self.unspoken_last(scores, LOUDEST * (form.seen + form.crowd) + 2)
+
+    def raw_chances(self, scores: Tensor) -> Tensor:
+        return (SURE * scores).softmax(1)
 
     def said(self, cosines: Tensor) -> Tensor:
         form, held = self.form_of, (self.votes > 0)[:, None]
