@@ -391,6 +391,9 @@ def test_rows_of_two_machines_merge(tmp_path: Path) -> None:
     assert [(row["key"], row["accuracy"]) for row in read_rows(mine)] == [("a", 0.5), ("b", 0.6), ("c", 0.8)]
     assert merge(mine, [theirs]) == 0
     assert merge(tmp_path / "new", [mine, theirs]) == 3
+    queue = written(tmp_path / "queue", {"key": "d", "study": "mine"}, {"key": "e", "study": "another"})
+    assert merge(mine, [queue]) == 1, "a file may hold rows of several studies"
+    assert [row["key"] for row in read_rows(mine)] == ["a", "b", "c", "d"]
 
 
 def test_a_merge_of_other_data_is_refused_and_changes_nothing(tmp_path: Path) -> None:

@@ -193,14 +193,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(target: Path, sources: list[Path]) -> int:
-    """Bring rows from other machines into ``target``; returns how many are new. Equal keys with different split hashes
-    are refused."""
+    """Bring this study's rows from other machines into ``target``; returns how many are new. Equal keys with different
+    split hashes are refused; rows of other studies in the same file are left there."""
     mine = {row["key"]: row for row in read_rows(target)}
     before = len(mine)
     for source in sources:
         if not source.is_file():
             raise BadInput(f"{source} is not a file of rows to merge; name another machine's results/NAME.jsonl")
         for row in read_rows(source):
+            if row.get("study", target.stem) != target.stem:
+                continue
             old = mine.setdefault(row["key"], row)
             if old.get("split_hash") != row.get("split_hash"):
                 raise BadInput(
