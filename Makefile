@@ -26,6 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "flyby needs Python 3.11 or newer; name one with PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt -e ".[dev,prune,track,ray,flower,privacy,tiff,onnx,space,backbones,docs]"
+	$(BIN)/flyby methods >/dev/null # which compiles what a command imports, and not the thousands of modules that none does
 	touch $@
 
 demo: $(STAMP)

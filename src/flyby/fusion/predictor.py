@@ -58,9 +58,7 @@ class Predictor(nn.Module):
     shows: ClassVar[bool] = False  # whether members that know a shift look at images in all its ways
     least: int = 1  # images that it must be asked about at once
     temperature: float = 1.0  # of its shares; the answers are the same at any
-    sure: ClassVar[bool] = (
-        False  # its shares need none: what a site measured with its own network alone is not for them
-    )
+    sure: ClassVar[bool] = False  # its shares need no temperature: sites measure theirs with one network alone
 
     def __init__(
         self,
