@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.nn.functional as F
 
 from flyby.runs.config import make_config
 from flyby.runs.pipeline import Options, run
@@ -51,7 +52,10 @@ def test_kept_voices_are_judged_as_the_run_was(
     FORMS["scale"]([tmp_path / "run.npz"], FORMS["PARTS"][judge], tmp_path / "scales.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "scales.jsonl").read_text().splitlines()]
     assert [row["scale"] for row in rows] == list(FORMS["SCALES"])
-    assert all(0 < row["log_loss"] < 3 and 0 <= row["calibration_error"] < 1 for row in rows)
+    said = 2 * heard.scores({"enough": 1.0}).double()
+    assert rows[1]["log_loss"] == pytest.approx(float(F.cross_entropy(said, heard.labels)), rel=1e-6)
+    sure = said.softmax(1).amax(1)
+    assert rows[1]["calibration_error"] >= abs(float(sure.mean()) - heard.accuracy({"enough": 1.0})) - 1e-9
 
 
 def test_jobs_leave_a_queue_in_order_and_wait_for_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
