@@ -6,7 +6,11 @@ its jobs, and keeps beside the rows what clients said that send ``moments`` (``r
 A line of the queue is a job: {"name": "a", "study": "summit-cifar10", "change": {"methods": ["fafi"]}}. ``change``
 replaces keys of the study, so that a job is a part of its grid; rows go to ROOT/results/WORKER/STUDY.jsonl,
 for ``flyby study STUDY --merge``. Datasets are files or folders in the data root, and jobs wait until theirs
-are there. Lines may be added while it runs.
+are there, but for those that come with flyby. Lines may be added while it runs.
+
+On a machine that ends what a command leaves behind, or ends commands after some minutes: --leave-after 500 starts all
+this apart, and returns after so many seconds with the rows so far in --copy FOLDER; the same command again goes on
+waiting. ``benchmarks/queues/`` has the queues that are next.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ import json
 import logging
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 from rule_forms import keep
 
+from flyby.data.sources import SOURCES
 from flyby.settings import build
 from flyby.study.catalogue import Study, read_study
 from flyby.study.grid import cells, run_study
@@ -37,7 +43,7 @@ def take(queue: Path, data_root: Path) -> dict[str, Any] | None:
         lines = file.read().splitlines()
         for place, line in enumerate(lines):
             job: dict[str, Any] = json.loads(line)
-            if all((data_root / name).exists() for name in grid_of(job).data):
+            if all(name in SOURCES or (data_root / name).exists() for name in grid_of(job).data):
                 file.seek(0)
                 file.truncate()
                 file.write("".join(f"{other}\n" for other in (*lines[:place], *lines[place + 1 :])))
@@ -74,6 +80,48 @@ def work(name: str, words: argparse.Namespace) -> None:
             log.exception("%s: %s failed", name, job["name"])
 
 
+def copy(root: Path, out: Path, most: int) -> None:
+    """Rows and log of all that is done so far, in one file, and voices of up to so many bytes each."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(out / "rows.part", "w:gz") as packed:
+        for path in sorted([*root.glob("results/*/*.jsonl"), *root.glob("*.log")]):
+            packed.add(path, path.relative_to(root))
+    (out / "rows.part").rename(out / "rows.tgz")
+    for path in root.glob("voices/*.npz"):
+        if path.suffixes != [".part", ".npz"] and path.stat().st_size <= most:
+            (out / path.name).write_bytes(path.read_bytes())
+
+
+def me(words: argparse.Namespace, queue: Path) -> list[str]:
+    """The command for a process that works here too."""
+    place = ["--root", words.root, "--data-root", words.data_root, "--device", words.device]
+    return [sys.executable, __file__, str(queue), *map(str, place)]
+
+
+def watch(words: argparse.Namespace) -> None:
+    """Start the queue in a session of its own, or find it at work, and come back in time with what there is."""
+    root: Path = words.root
+    root.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + words.leave_after
+    if not (root / "queue.log").exists():
+        crew = [*me(words, words.queue), "--workers", str(words.workers)]
+        crew += ["--first", str(words.first)] if words.first else []
+        with (root / "queue.log").open("w") as file:
+            subprocess.Popen(crew, stdout=file, stderr=file, start_new_session=True)
+    done, seen = root / "done", -1
+    while True:
+        rows = sum(path.stat().st_size for path in root.glob("results/*/*.jsonl"))
+        over = done.exists() or time.monotonic() >= end
+        if words.copy is not None and (rows != seen or over):
+            copy(root, words.copy, words.copy_most)
+        if over:
+            break
+        seen = rows
+        time.sleep(2)
+    print((root / "queue.log").read_text()[-8000:])
+    print("all is done" if done.exists() else "it goes on; the same command waits for it again")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("queue", type=Path)
@@ -81,16 +129,28 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--first", type=Path, help="a queue that one worker does before, with the machine to itself")
     parser.add_argument("--worker", default="", help="be this one worker")
+    parser.add_argument("--leave-after", type=float, metavar="SECONDS", help="see above")
+    parser.add_argument("--copy", type=Path, help="where --leave-after puts what is done")
+    parser.add_argument("--copy-most", type=int, default=16_000_000, help="bytes of a file of voices that is copied")
     words = parser.parse_args()
-    if not words.queue.is_file():
-        parser.error(f"{words.queue} is not a file; write the jobs into one, a line each")
+    for queue in filter(None, (words.queue, words.first)):
+        if not queue.is_file():
+            parser.error(f"{queue} is not a file; write the jobs into one, a line each")
+    if words.leave_after is not None:
+        watch(words)
+        return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if words.worker:
         work(words.worker, words)
         return
-    crew = [subprocess.Popen([sys.executable, *sys.argv, "--worker", f"w{i}"]) for i in range(words.workers)]
-    sys.exit(max(one.wait() for one in crew))
+    codes = [subprocess.call([*me(words, words.first), "--worker", "first"])] if words.first else []
+    crew = [subprocess.Popen([*me(words, words.queue), "--worker", f"w{i}"]) for i in range(words.workers)]
+    codes += [one.wait() for one in crew]
+    words.root.mkdir(parents=True, exist_ok=True)
+    (words.root / "done").touch()
+    sys.exit(max(codes))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.nn.functional as F
 
+from factories import WAIT
 from flyby.runs.config import make_config
 from flyby.runs.pipeline import Options, run
+from flyby.study.catalogue import read_study
+from flyby.study.grid import cells
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FORMS = runpy.run_path(str(BENCHMARKS / "rule_forms.py"))
@@ -62,13 +68,55 @@ def test_jobs_leave_a_queue_in_order_and_wait_for_their_data(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     take = runpy.run_path(str(BENCHMARKS / "study_queue.py"))["take"]
     queue, data = tmp_path / "queue.jsonl", tmp_path / "data"
-    names = ("far", "near", "also")
+    names = ("far", "near", "digits")
     jobs = [{"name": name, "study": "summit-choose-digits", "change": {"data": [name]}} for name in names]
     queue.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    for name in ("near", "also"):
-        (data / name).mkdir(parents=True)
-    assert [take(queue, data)["name"] for _ in range(2)] == ["near", "also"]
+    (data / "near").mkdir(parents=True)
+    assert [take(queue, data)["name"] for _ in range(2)] == ["near", "digits"], "digits come with flyby"
     assert take(queue, data) == {}, "what is left waits"
     (data / "far").mkdir()
     assert take(queue, data)["name"] == "far"
     assert take(queue, data) is None
+
+
+def test_every_job_that_waits_for_a_gpu_is_part_of_its_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    grid_of = runpy.run_path(str(BENCHMARKS / "study_queue.py"))["grid_of"]
+    for queue in sorted((BENCHMARKS / "queues").glob("*.jsonl")):
+        for line in queue.read_text().splitlines():
+            job = json.loads(line)
+            asked = {cell.key for cell in cells(grid_of(job))}
+            assert asked, job
+            assert asked <= {cell.key for cell in cells(read_study(job["study"])[1])}, job
+
+
+def test_a_queue_is_left_and_found_again(tmp_path: Path) -> None:
+    """As on a machine that ends commands after some minutes: the first call starts it, the last one has the rows."""
+    change = {"methods": ["fafi"], "fusions": ["experts-calibrated"], "epochs": 1, "model": "mlp"}
+    for name in ("alone", "then"):
+        job = {"name": name, "study": "summit-choose-digits", "change": {**change, "alphas": [1.0 + len(name)]}}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(job) + "\n")
+    words = ["--root", tmp_path / "root", "--data-root", tmp_path, "--device", "cpu", "--workers", 1]
+    words += ["--first", tmp_path / "alone.jsonl", "--copy", tmp_path / "copy"]
+
+    def asked(seconds: float) -> str:
+        command = [
+            sys.executable,
+            BENCHMARKS / "study_queue.py",
+            tmp_path / "then.jsonl",
+            *words,
+            "--leave-after",
+            seconds,
+        ]
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=WAIT, check=True).stdout
+
+    assert "it goes on" in asked(0.1)
+    assert "all is done" in asked(WAIT / 2)
+    with tarfile.open(tmp_path / "copy" / "rows.tgz") as packed:
+        names = packed.getnames()
+        log = packed.extractfile("queue.log")
+        assert log is not None
+        said = log.read().decode()
+    assert names == ["queue.log", *(f"results/{who}/summit-choose-digits.jsonl" for who in ("first", "w0"))]
+    assert said.index("first: alone") < said.index("w0: then"), "who asked for the machine to itself has it first"
+    assert {path.stem for path in (tmp_path / "copy").glob("*.npz")} == {"alone", "then"}
