@@ -17,8 +17,9 @@ Typed = TypeVar("Typed", bound=BaseModel)
 
 
 class Grown(BaseModel):
-    """Settings that have grown since parcels and uploads were first named by them: of the fields in ``later`` a dump
-    has only those that are not at their default, so that what was made before keeps its bytes and its name."""
+    """Settings that have grown since parcels and uploads were first named by them: of the fields in ``later``, its own
+    and those of the settings it is made of, a dump has only those that are not at their default, so that what was made
+    before keeps its bytes and its name."""
 
     later: ClassVar[frozenset[str]] = frozenset()
 
@@ -28,7 +29,8 @@ class Grown(BaseModel):
         return {name: value for name, value in fields.items() if name not in silent}
 
     def silent(self) -> set[str]:
-        return {name for name in self.later if getattr(self, name) == type(self).model_fields[name].default}
+        grown = {name for kind in type(self).__mro__ for name in kind.__dict__.get("later", ())}
+        return {name for name in grown if getattr(self, name) == type(self).model_fields[name].default}
 
 
 class Complaint(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -141,13 +142,13 @@ def test_without_a_shift_it_is_salt_byte_for_byte() -> None:
 
 
 def test_turns_of_noise_are_chance_and_those_of_lamps_are_not() -> None:
-    accuracy, judged = told_apart(SPEC, site_of(noise(), torch.zeros(120, dtype=torch.int64)), "turns", 0)
-    assert judged == 24
-    assert accuracy < 0.42
-    accuracy, _ = told_apart(SPEC, site_of(lamps(), torch.zeros(120, dtype=torch.int64)), "turns", 0)
+    for accuracy, judged in told_apart(SPEC, site_of(noise(), torch.zeros(120, dtype=torch.int64)), "turns", 0, 3):
+        assert judged == 24
+        assert accuracy < 0.42
+    ((accuracy, _),) = told_apart(SPEC, site_of(lamps(), torch.zeros(120, dtype=torch.int64)), "turns", 0)
     assert accuracy > 0.9
     few = site_of(lamps(4), torch.zeros(4, dtype=torch.int64))
-    assert told_apart(SPEC, few, "turns", 0) == (0.0, 0)
+    assert list(told_apart(SPEC, few, "turns", 0, 3)) == [(0.0, 0)]
 
 
 def sent(images: Tensor, labels: Tensor, settings: BearingsSettings, classes: tuple[str, ...] = NAMES) -> ModelSpec:
@@ -179,10 +180,29 @@ def test_a_site_falls_back_and_says_so(caplog: pytest.LogCaptureFixture, monkeyp
 
 def test_few_images_must_be_told_better(monkeypatch: pytest.MonkeyPatch) -> None:
     for judged, head in ((9, "prototype"), (13, "turns")):  # 1/4 + 2 sqrt(3/16/n) is .539 and .490
-        monkeypatch.setattr(shifting, "told_apart", lambda *_, n=judged: (0.5, n))
+        monkeypatch.setattr(shifting, "told_apart", lambda *_, n=judged: [(0.5, n)])
         objective = Bearings(BearingsSettings())
         spec = Bearings.adapt_spec(SPEC, objective.settings)
         assert objective.fitted(spec, site_of(lamps(), torch.zeros(120, dtype=torch.int64)), 0).head == head
+
+
+def test_a_site_may_try_longer_before_it_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def slow(*words: object) -> Iterator[tuple[float, int]]:
+        for n in range(int(str(words[-1]))):
+            asked.append(n)
+            yield 0.2 + 0.1 * n, 400  # .2, .3, .4: chance is .25, and .32 is asked for
+
+    monkeypatch.setattr(shifting, "told_apart", slow)
+    site = site_of(lamps(), torch.zeros(120, dtype=torch.int64))
+    for tries, shift, accuracy in ((1, "none", 0.2), (2, "none", 0.3), (3, "turns", 0.4), (9, "turns", 0.4)):
+        asked.clear()
+        objective = Bearings(BearingsSettings(tries=tries))
+        found = objective.decided(Bearings.adapt_spec(SPEC, objective.settings), site, 0)
+        assert (found.shift, found.accuracy) == (shift, pytest.approx(accuracy))
+        assert asked == list(range(min(tries, 3))), "who has seen enough learns no more"
+    assert not {"tries", "label_smoothing"} & BearingsSettings().model_dump().keys(), "its uploads keep their names"
 
 
 # -- FedSRA
