@@ -260,6 +260,9 @@ def test_npz_with_a_test_split(home: Path) -> None:
     expected = Image.fromarray(x[5]).resize((4, 4), Image.Resampling.BILINEAR)
     assert np.array_equal(bundle.train.images[5], np.asarray(expected))
     assert bundle.train.class_names == ("0", "1", "2")
+    alone = sources.load(str(make_npz(home / "b.npz", x_test=y, y_test=np.array([0, 1, 2, 0]))), holdout=0.0)
+    assert alone.test is None, "images to judge a model by need no others beside them"
+    assert np.array_equal(alone.train.images, y)
 
 
 # -- what a pixel becomes

@@ -326,7 +326,8 @@ def _npz(path: Path, size: int | None, column: str | None) -> Source:
     def read() -> Contents:
         wanted = {"images", "labels", "class_names", *(key for pair in NPZ.values() for key in pair)}
         arrays, found = read_npz(path, wanted | ({column} if column is not None else set()))
-        keys = {"train": ("images", "labels")} if "images" in arrays else NPZ
+        alone = NPZ["test"] if {"x_test"} == {x for x, _ in NPZ.values() if x in arrays} else ("images", "labels")
+        keys = {"train": alone} if alone[0] in arrays else NPZ  # images to judge by need no others beside them
         parts = []
         for split, (x, y) in keys.items():
             if x in arrays and y in arrays:
