@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flyby.meeting.stack import Tensors
 from flyby.models import ModelSpec, Network
@@ -52,10 +51,6 @@ class Candidate:
         network = self.spec.skeleton()
         network.load_state_dict(self.state, strict=True, assign=True)
         return network.eval()
-
-    def parameter_vector(self) -> Tensor:
-        names = [name for name, _ in self.spec.skeleton().named_parameters()]
-        return torch.cat([self.state[name].reshape(-1) for name in names])
 
 
 def by_spec(candidates: Iterable[Candidate]) -> list[list[Candidate]]:

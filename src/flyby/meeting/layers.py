@@ -56,12 +56,6 @@ def shared_layers(own: ModelSpec, other: ModelSpec) -> tuple[tuple[str, str], ..
     return tuple(match(layers_of(own.skeleton()), layers_of(other.skeleton())))
 
 
-def unshared_layers(own: ModelSpec, other: ModelSpec) -> list[str]:
-    """Layers of ``other`` without a partner (eq. 24)."""
-    taken = {partner for _, partner in shared_layers(own, other)}
-    return [name for name in layers_of(other.skeleton()) if name not in taken]
-
-
 def cosine(
     own: ModelSpec, own_state: Mapping[str, Tensor], other: ModelSpec, other_state: Mapping[str, Tensor]
 ) -> float:
