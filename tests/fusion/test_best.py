@@ -447,16 +447,21 @@ def test_the_best_pair_is_one_place() -> None:
 # -- how sure
 
 
-def test_chances_of_best_are_a_softmax_of_its_scores_and_take_no_site_s_temperature() -> None:
-    told = [replace(one, manifest=_told(one, "best")) for one in inbox("prototype")]
-    rule, other = FUSIONS["best"](), FUSIONS["experts"]()
-    predictor = tempered(rule.fuse(Inbox(told)), [one.manifest for one in told], rule)
-    assert predictor.temperature == 1
+def test_chances_of_best_are_a_softmax_of_its_scores_as_sure_as_sites_measured() -> None:
+    rule, other = FUSIONS["best"](), FUSIONS["experts-calibrated"]()
+    sent = Inbox(inbox("prototype"))
+    predictor = rule.fuse(sent)
     said = scores(predictor, asked())
-    assert torch.allclose(predictor.chances(said), (6 * said).exp() / (6 * said).exp().sum(1, keepdim=True))
-    assert torch.equal(predictor.chances(said).argmax(1), said.argmax(1))
-    told = [replace(one, manifest=_told(one, "bearings")) for one in told]
-    assert tempered(other.fuse(Inbox(told)), [one.manifest for one in told], other).temperature == 2, "experts do"
+    assert torch.allclose(predictor.chances(said), (6 * said).softmax(1), atol=1e-6)
+    without = FUSIONS["best"](BestSettings(seen=0.0, crowd=0.0)).fuse(sent)
+    assert without.temperature == other.fuse(sent).temperature == 0.1
+    told = [replace(one, manifest=_told(one, "best")) for one in inbox("prototype")]
+    manifests = [one.manifest for one in told]
+    measured = tempered(rule.fuse(Inbox(told)), manifests, rule)
+    assert (measured.temperature, measured.measured) == (2.0, True)
+    assert torch.allclose(measured.chances(said), (said / 2).softmax(1), atol=1e-6)
+    assert torch.equal(measured.chances(said).argmax(1), said.argmax(1))
+    assert not tempered(other.fuse(Inbox(told)), manifests, other).measured, "it was measured by another rule"
 
 
 def _told(item: Parcel, method: str) -> Manifest:

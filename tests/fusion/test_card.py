@@ -138,9 +138,9 @@ def test_facts_of_a_stranger_are_taken_only_in_their_form(tmp_path: Path) -> Non
 
 def test_a_temperature_is_said() -> None:
     config = {"kind": "single", "specs": [small_spec().model_dump(mode="json")], "class_names": NAMES, "card": {}}
-    assert "calibrated at the sites (temperature 1.7)" in card_of({**config, "temperature": 1.7})
+    assert "calibrated at the sites (temperature 1.7)" in card_of({**config, "temperature": 1.7, "measured": True})
+    assert "usual for its rule, which no site has measured" in card_of({**config, "temperature": 0.1})
     assert "no chances to be right" in card_of(config)
-    assert "a scale that was chosen on other images" in card_of({**config, "kind": "best"})
 
 
 @pytest.mark.parametrize("name", ["", "my licence", "-x", "a" * 80, "<b>"])

@@ -21,7 +21,7 @@ from flyby.data.views import PLAIN
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, load_predictor, save_predictor
 from flyby.fusion.base import Server
-from flyby.fusion.ensembles.experts import ExpertsPredictor, ExpertsSettings, expert_votes
+from flyby.fusion.ensembles.experts import USUAL, ExpertsPredictor, ExpertsSettings, expert_votes
 from flyby.fusion.ensembles.iffi import Iffi, IffiSettings, class_votes
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
@@ -614,16 +614,13 @@ def test_experts_on_any_order_of_arrival() -> None:
         assert torch.equal(one, two)
 
 
-def test_what_people_read_is_each_class_share_of_all_that_was_said() -> None:
-    shares = ExpertsPredictor([MLP], NAMES).chances(torch.tensor([[0.6, 0.2, -0.1], [0.0, 0.0, 0.0]]))
-    assert shares.tolist() == [pytest.approx([0.75, 0.25, 0.0]), pytest.approx([1 / 3] * 3)]  # nothing was said for any
-
-
 def test_shares_add_up_to_one_also_where_everything_was_said_against() -> None:
     """Cosines may all be negative: the answer is still the largest score, and not class 0 with no share at all."""
-    predictor = ExpertsPredictor([MLP], NAMES, [MLP.build()])
-    shares = predictor.chances(torch.tensor([[-0.5, -0.1, -0.9], [0.0, 0.0, 0.0], [1.0, 3.0, -2.0]]))
-    assert torch.allclose(shares.sum(1), torch.ones(3))
-    assert shares.argmax(1).tolist()[::2] == [1, 1]
-    assert torch.allclose(shares[0], torch.tensor([-0.5, -0.1, -0.9]).softmax(0))
-    assert torch.allclose(shares[2], torch.tensor([0.25, 0.75, 0.0]))
+    scores = torch.tensor([[-0.5, -0.1, -0.9], [0.0, 0.0, 0.0], [1.0, 3.0, -2.0]])
+    for form, usual in USUAL.items():
+        predictor = ExpertsPredictor([MLP], NAMES, [MLP.build()], form=form)
+        shares = predictor.chances(scores)
+        assert torch.allclose(shares, (scores / usual).softmax(1), atol=1e-6)
+        assert shares.argmax(1).tolist()[::2] == [1, 1]
+    predictor.temperature = 2.0  # as sites measured it
+    assert torch.allclose(predictor.chances(scores), (scores / 2).softmax(1), atol=1e-6)

@@ -15,7 +15,6 @@ from factories import random_parcel, small_spec
 from flyby.fusion.predictor import Ensemble, Single, load_predictor, save_predictor
 from flyby.fusion.quality import by_class, calibration_error, matrix, quality_of, ranked_auc, summary, wilson
 from flyby.rng import generator
-from flyby.runs.quality import believed
 from flyby.statistics.temperature import FEWEST, LEAST, MOST, fused_temperature, temperature_of, told
 
 
@@ -103,21 +102,34 @@ def test_the_same_as_scikit_learn() -> None:
 
 
 def test_a_temperature_by_hand() -> None:
-    """40 answers, each 90 % sure, 30 of them right. Labels are softened to 41/42, so the share to fit is q = (30 * 41 +
-    10 * 1) / (40 * 42), and T = logit(.9) / logit(q)."""
+    """40 answers, each 90 % sure, 30 of them right. With b = 1 / T the share said is p = 9^b / (1 + 9^b), and the least
+    of -30 log p - 10 log(1 - p) + log(b)^2 is where (40 p - 30) log 9 = -2 log(b) / b."""
     shares, labels = torch.tensor([[0.9, 0.1]] * 40), torch.tensor([0] * 30 + [1] * 10)
-    q = (30 * 41 + 10) / (40 * 42)
-    expected = math.log(9) / math.log(q / (1 - q))
-    assert temperature_of(shares, labels) == pytest.approx(expected, rel=1e-3)
-    assert expected > 1, "it was too sure"
+    found = temperature_of(shares, labels)
+    assert found is not None
+    b = 1 / found
+    p = 9**b / (1 + 9**b)
+    assert (40 * p - 30) * math.log(9) == pytest.approx(-2 * math.log(b) / b, abs=0.02)
+    assert 1 < found < math.log(9) / math.log(3), "it was too sure, and what is usual pulls a little"
 
 
 def test_few_right_answers_make_nobody_certain() -> None:
     sure, labels = torch.tensor([[0.6, 0.4], [0.4, 0.6]] * 10), torch.tensor([0, 1] * 10)
-    found = temperature_of(sure, labels)
-    assert found == pytest.approx(math.log(1.5) / math.log(21), rel=1e-3), "20 of 20 right stand for 21 of 22"
+    for usual in (1.0, 0.1):
+        found = temperature_of(sure, labels, usual)
+        assert found is not None
+        b, log = 1 / found, math.log(1.5)  # all are right: 20 log(1 + 1.5^-b) + log(b usual)^2 is least
+        assert 20 * log / (1 + 1.5**b) == pytest.approx(2 * math.log(b * usual) / b, rel=1e-2)
+        assert 1 / 30 < found < usual, "without what is usual nothing would hold it back"
     assert temperature_of(sure[: FEWEST - 1], labels[: FEWEST - 1]) is None
     assert temperature_of(sure, torch.zeros(20, dtype=torch.long)) is None, "one class tells nothing"
+
+
+def test_many_answers_need_no_usual_temperature() -> None:
+    rng = generator("many")
+    shares = (2 * torch.randn(5000, 4, generator=rng)).softmax(1)
+    labels = torch.multinomial((shares.log() / 2).softmax(1), 1, generator=rng)[:, 0]  # true chances are at T = 2
+    assert [temperature_of(shares, labels, usual) for usual in (0.1, 1.0, 10.0)] == [pytest.approx(2, rel=0.06)] * 3
 
 
 def test_a_class_that_nobody_holds_does_not_count() -> None:
@@ -134,8 +146,8 @@ def test_it_is_the_least_loss() -> None:
     assert best is not None
 
     def loss(t: float) -> float:
-        soft = torch.full((400, 5), 1 / (402 * 4)).scatter_(1, labels[:, None], 401 / 402)
-        return float(-(soft * (shares.double().clamp_min(1e-12).log() / t).log_softmax(1)).sum(1).mean())
+        right = (shares.double().clamp_min(1e-12).log() / t).log_softmax(1)[torch.arange(400), labels]
+        return float(-right.sum()) + math.log(t) ** 2
 
     assert all(loss(best) <= loss(best * factor) for factor in (0.5, 0.9, 0.98, 1.02, 1.1, 2))
     before, after = (
@@ -172,7 +184,10 @@ def test_a_predictor_s_temperature_changes_no_answer_and_survives_the_disk(tmp_p
     assert torch.allclose(predictor.chances(scores), (scores / 2.5).softmax(1), atol=1e-6)
     assert torch.equal(predictor.chances(scores).argmax(1), plain.argmax(1))
     folder = save_predictor(predictor, f"{tmp_path}/model", export=False)
-    assert load_predictor(folder).temperature == 2.5
+    assert (load_predictor(folder).temperature, load_predictor(folder).measured) == (2.5, False)
+    predictor.temperature, predictor.measured = 1.0, True
+    again = load_predictor(save_predictor(predictor, f"{tmp_path}/measured", export=False))
+    assert (again.temperature, again.measured) == (1, True)
     assert (
         load_predictor(save_predictor(Single([spec], names, networks[:1]), f"{tmp_path}/one", export=False)).temperature
         == 1
@@ -183,15 +198,3 @@ def test_a_predictor_s_temperature_changes_no_answer_and_survives_the_disk(tmp_p
             save_predictor(Single([spec], names, networks[:1]), f"{tmp_path}/one", export=False) / "model.json"
         ).read_text()
     )
-
-
-def test_a_temperature_that_makes_right_confidence_too_modest_is_not_sent() -> None:
-    """Shares .6, .4 and nearly 0, and right in 60 of 100: a tenth of the truth in the third place asks for a large T,
-    at which the answers would say 34 %."""
-    raw = torch.tensor([[0.6, 0.4, 1e-12]], dtype=torch.float64).expand(200, 3)
-    for third, sent in ((20, False), (0, True)):
-        labels = torch.tensor([0] * 120 + [1] * (80 - third) + [2] * third)
-        names = ("a", "b", "c")
-        found = believed(raw, labels, names, quality_of(raw, labels, names))
-        assert (temperature_of(raw, labels) or 0) > (5 if third else 0.5)
-        assert (found is not None) is sent

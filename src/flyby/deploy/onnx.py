@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flyby.errors import BadInput
 from flyby.files import atomic_folder, strangers, write_json, write_text
 from flyby.fusion.card import card_of
-from flyby.fusion.predictor import Predictor
+from flyby.fusion.predictor import Predictor, temperature_said
 from flyby.machine import versions
 
 FILES = ("README.md", "classes.json", "model.onnx", "model.onnx.data", "run.py")
@@ -133,7 +133,7 @@ def export_folder(predictor: Predictor, folder: Path, card: Mapping[str, Any]) -
         "specs": [spec.model_dump(mode="json") for spec in predictor.specs],
         "class_names": facts["classes"],
         "card": {"versions": versions(), **card},
-        **({"temperature": predictor.temperature} if predictor.temperature != 1 else {}),
+        **temperature_said(predictor),
     }
     with atomic_folder(folder) as tmp:
         write_onnx(predictor, tmp / "model.onnx")

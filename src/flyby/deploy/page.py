@@ -138,7 +138,7 @@ def page_of(about: Mapping[str, Any], address: str) -> str:
     names = list(about["classes"])
     listed = ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     height, width, channels = about["input"]
-    facts = {"classes": listed, "accuracy": _accuracy(about), "probabilities": _sure(about)}
+    facts = {"classes": listed, "accuracy": _accuracy(about), "probabilities": about["probabilities"]}
     facts["made by"] = f"{about['rule'] or about['kind']}{_sites(about)}"
     facts["images"] = f"any size; seen at {height} x {width} pixels in {channels} channel{'s' if channels > 1 else ''}"
     what = f"tells {len(names)} classes apart, {about['networks']} network{'s' if about['networks'] > 1 else ''}"
@@ -154,12 +154,6 @@ def _accuracy(about: Mapping[str, Any]) -> str:
         between = "" if low is None or high is None else f", 95 % interval {low:.1%} to {high:.1%}"
         lines.append(f"{one['accuracy']:.1%} of {one['images']:,} images of {one.get('data')}{between}")
     return "; ".join(lines) or "not known: flyby evaluate --card puts it here"
-
-
-def _sure(about: Mapping[str, Any]) -> str:
-    if about["calibrated"]:
-        return "calibrated at the sites, on images like theirs"
-    return "not calibrated: they rank the classes, and are no chances to be right"
 
 
 def _sites(about: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from flyby.data.sources import read_image
 from flyby.data.tiles import NUMPY, is_tile, tile_numbers
 from flyby.deploy.page import page_of, policy
 from flyby.errors import BadInput
+from flyby.fusion.card import how_sure
 from flyby.fusion.predictor import Predictor
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class Served:
             "rule": str(card.get("fusion") or card.get("method") or ""),
             "sites": card["sites"] if type(card.get("sites")) is int else None,
             "evaluated": card.get("evaluated", []),
-            "calibrated": made.temperature != 1,
+            "calibrated": made.measured,
+            "probabilities": how_sure(made.temperature, made.measured),
             "license": card.get("license"),
             "flyby": __version__,
         }

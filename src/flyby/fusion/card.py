@@ -200,20 +200,22 @@ def _results(config: Config) -> str:
     return "\n".join(lines) + "".join(f"\n\n{line}" for line in more)
 
 
+def how_sure(temperature: float, measured: bool) -> str:
+    """What a model's probabilities are worth, in words that follow "its probabilities are"."""
+    if measured:
+        return f"calibrated at the sites (temperature {temperature:.3g}), on images like theirs"
+    if temperature != 1:
+        return "as sure as is usual for its rule, which no site has measured: on other images they may be far off"
+    return "not calibrated: they rank the classes, and are no chances to be right"
+
+
 def _limits(config: Config) -> str:
-    temperature = config.get("temperature")
-    sure = (
-        f"Its probabilities were calibrated at the sites (temperature {temperature:.3g}), on images like theirs."
-        if temperature
-        else "Its probabilities follow a scale that was chosen on other images; there they were some 7 % off."
-        if config.get("kind") == "best"
-        else "Its probabilities were not calibrated: they rank the classes, and are no chances to be right."
-    )
+    sure = how_sure(config.get("temperature", 1), config.get("measured") is True)
     return (
         "## Intended use and limits\n\n"
         "- It is meant for images of these classes, taken as those of the sites were. Every other image gets one of\n"
         "  these names too: it cannot say that it does not know.\n"
-        f"- {sure}\n"
+        f"- Its probabilities are {sure}.\n"
         "- What it does on other cameras, places or groups of people than the sites had was not looked at.\n"
         "- No decision about a person should rest on it alone."
     )

@@ -58,7 +58,7 @@ class Predictor(nn.Module):
     shows: ClassVar[bool] = False  # whether members that know a shift look at images in all its ways
     least: int = 1  # images that it must be asked about at once
     temperature: float = 1.0  # of its shares; the answers are the same at any
-    sure: ClassVar[bool] = False  # its shares need no temperature: sites measure theirs with one network alone
+    measured: bool = False  # whether sites measured that, or it is what is usual for the rule
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ def save_predictor(
         "class_names": list(predictor.class_names),
         "settings": predictor.settings,
         "card": {**(card or {}), "versions": versions()},
-        **({} if predictor.temperature == 1 else {"temperature": predictor.temperature}),
+        **temperature_said(predictor),
     }
     with atomic_folder(folder) as tmp:
         write_json(tmp / MODEL, config)
@@ -228,6 +228,12 @@ def save_predictor(
             export_program(predictor, tmp / "model.pt2")
         write_text(tmp / "README.md", card_of(config, program=export))
     return Path(folder)
+
+
+def temperature_said(predictor: Predictor) -> dict[str, Any]:
+    """What ``model.json`` says of it."""
+    said = {"temperature": predictor.temperature} if predictor.measured or predictor.temperature != 1 else {}
+    return said | ({"measured": True} if predictor.measured else {})
 
 
 def check_replaceable(folder: Path, own: Iterable[str] = ()) -> None:
@@ -331,7 +337,8 @@ def _rebuilt(config: Mapping[str, Any], path: Path, label: str, limits: Limits |
             f"tensor {strange[0]!r} is {found.get(strange[0])} where its model has {wanted.get(strange[0])}"
         )
     predictor.load_state_dict(read_tensors(path, own), assign=True)
-    predictor.temperature = float(config.get("temperature", 1.0))
+    predictor.temperature = float(config.get("temperature", predictor.temperature))
+    predictor.measured = config.get("measured") is True
     if not 1e-3 <= predictor.temperature <= 1e3:
         raise ValueError(f"its temperature is {predictor.temperature}")
     return predictor.eval()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,12 @@ from flyby.parcels.parcel import Manifest, Parcel
 from flyby.runs.methods import method_of, rule_for, settings_for
 from flyby.settings import build
 from flyby.statistics.masked_sums import is_masked
-from flyby.statistics.temperature import fused_temperature, temperature_of, told
+from flyby.statistics.temperature import fused_temperature, temperature_of
 
 log = logging.getLogger(__name__)
 
 FEW = 20  # training images of a class below which little can be learned, and less be known
 LOOKED = 2000  # training images that are enough to know the accuracy on all of them
-WORSE = 0.05  # by how much a temperature may make the calibration error on held-out images larger
 SHORT = 8  # bytes by which an image is known on this machine
 
 
@@ -91,17 +90,7 @@ def look(item: Parcel, site: Site, device: str) -> Seen:
         return Seen(train, None, None, None, test)
     held, chances = _judged(predictor, site.val, site.class_names, device)
     raw = predictor.raw_chances(scores_of(predictor, site.val.images, device).double())
-    return Seen(train, held, chances, believed(raw, site.val.labels, site.class_names, held), test)
-
-
-def believed(raw: Tensor, labels: Tensor, names: Sequence[str], held: Quality) -> float | None:
-    """The temperature, unless the answers would then be less as sure as they are right: shares of experts can be almost
-    0, which the log-loss that it is fitted by fears more than anything."""
-    found = temperature_of(raw, labels)
-    if found is None:
-        return None
-    then = quality_of((raw.clamp_min(1e-12).log() / found).softmax(1), labels, names)
-    return found if then.calibration_error <= held.calibration_error + WORSE else None
+    return Seen(train, held, chances, temperature_of(raw, site.val.labels, predictor.temperature), test)
 
 
 def _judged(predictor: Predictor, part: Part, names: Sequence[str], device: str) -> tuple[Quality, Tensor]:
@@ -130,16 +119,12 @@ def concerns(site: Site) -> list[str]:
 
 
 def tempered(predictor: Predictor, manifests: Sequence[Manifest], rule: Fusion) -> Predictor:
-    """The predictor with the sites' fused temperature, if it needs one and they measured theirs by this very rule."""
+    """The predictor with the sites' fused temperature, if they measured theirs by this very rule."""
     with contextlib.suppress(BadInput):
         found = fused_temperature(manifests)
-        if found is not None and not predictor.sure and rule_for(m.method for m in manifests) == rule.name:
-            predictor.temperature = float(f"{found:.6g}")
+        if found is not None and rule_for(m.method for m in manifests) == rule.name:
+            predictor.temperature, predictor.measured = float(f"{found:.6g}"), True
     return predictor
-
-
-def temperatures(manifests: Iterable[Manifest]) -> dict[str, float]:
-    return {m.sender: value for m in manifests if (value := told(m)) is not None}
 
 
 def started_apart(manifests: Sequence[Manifest], rule: Fusion) -> str:

@@ -226,7 +226,7 @@ def published(fused: Fused, order: Order, gate: Gate, crossings: Ledger, ledger:
         "refused": [one.row() for one in gate.refused],
         "notes": gate.notes,
         "validation": fused.verdict,
-        "temperature": None if predictor.temperature == 1 else predictor.temperature,
+        "temperature": predictor.temperature if predictor.measured else None,
         **({} if inbox.one_list else {"classes": holdings(inbox.manifests)}),
         **({} if fused.compared is None else {"compact": fused.compared}),
     }

@@ -31,7 +31,15 @@ from pydantic import Field
 from torch import Tensor
 
 from flyby.fusion.base import FusionSettings, Server
-from flyby.fusion.ensembles.experts import WHISPER, Experts, ExpertsPredictor, ExpertsSettings, certainty, say_cost
+from flyby.fusion.ensembles.experts import (
+    USUAL,
+    WHISPER,
+    Experts,
+    ExpertsPredictor,
+    ExpertsSettings,
+    certainty,
+    say_cost,
+)
 from flyby.fusion.ensembles.standardised import standardised
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
@@ -46,7 +54,7 @@ from flyby.statistics.catalogue import EXTRAS
 from flyby.statistics.extras import sent
 
 log = logging.getLogger(__name__)
-SURE = 6.0  # softmax of so many times the scores says how likely an answer is right; chosen as the form was
+LOUD = 1 / 6  # the usual temperature where what stands out is heard beside the experts; chosen as the form was
 LOUDEST = 3.0  # times the usual length of features: who understates the usual one must not outshout all others
 
 
@@ -55,7 +63,6 @@ class BestPredictor(ExpertsPredictor):
     and ``std_k`` [d] and the class directions ``rows_k`` [R, C, d], and of all the ``shares`` w [K]."""
 
     kind = "best"
-    sure = True
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class BestPredictor(ExpertsPredictor):
         chosen = build(FormSettings, form or {}, "form")
         super().__init__(specs, class_names, networks, votes=votes, calibration=calibration)
         self.form_of, self.settings = chosen, {"form": chosen.model_dump()}
+        self.temperature = LOUD if chosen.seen or chosen.crowd else USUAL["calibrated"]
         shapes: dict[str, tuple[int, ...]] = {"shares": (len(self.specs),)}
         for k, spec in enumerate(self.specs):
             dim, ways = spec.skeleton().feature_dim, WAYS if HEADS[spec.head].shift else 1
@@ -97,9 +105,6 @@ class BestPredictor(ExpertsPredictor):
         volume = form.seen * self.votes + form.crowd * self.shares[:, None] * held
         scores = torch.einsum("kc,knc->nc", self.votes, self.said(cosines)) + torch.einsum("kc,knc->nc", volume, dots)
         return self.unspoken_last(scores, LOUDEST * (form.seen + form.crowd) + 2)
-
-    def raw_chances(self, scores: Tensor) -> Tensor:
-        return (SURE * scores).softmax(1)
 
     def said(self, cosines: Tensor) -> Tensor:
         form, held = self.form_of, (self.votes > 0)[:, None]

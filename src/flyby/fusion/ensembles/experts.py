@@ -37,6 +37,8 @@ from flyby.statistics.extras import sent
 WHISPER = 1e-3
 TINY = 1e-12
 Form = Literal["cosine", "softmax", "gate", "calibrated"]
+# How sure scores usually are: shares are softmax(score / T), where no site measured T itself (docs/quality.md).
+USUAL: dict[str, float] = {"cosine": 0.1, "softmax": 1 / 6, "gate": 1 / 3, "calibrated": 0.1}
 
 
 class ExpertsPredictor(Predictor):
@@ -59,7 +61,7 @@ class ExpertsPredictor(Predictor):
         if form not in get_args(Form):
             raise unknown("form of experts", form, get_args(Form))
         super().__init__(specs, class_names, networks, form=form, sharpness=sharpness)
-        self.form, self.sharpness = form, sharpness
+        self.form, self.sharpness, self.temperature = form, sharpness, USUAL[form]
         shape = (len(self.specs), len(self.class_names))
         self.register_buffer("votes", torch.zeros(shape) if votes is None else votes)
         self.register_buffer("calibration", torch.zeros(shape[0], 3, shape[1]) if calibration is None else calibration)
@@ -90,13 +92,6 @@ class ExpertsPredictor(Predictor):
     def unspoken_last(self, scores: Tensor, most: float = 1.0) -> Tensor:
         """A class nobody speaks for comes after all others, none of which is further than ``most`` from 0."""
         return scores.masked_fill(self.votes.sum(0) == 0, -max(float(len(self.votes)), most))
-
-    def raw_chances(self, scores: Tensor) -> Tensor:
-        """Each class's share of all that was said for any; where nothing was, and all was said against, its share of
-        the softmax."""
-        said = scores.clamp_min(0)
-        total = said.sum(1, keepdim=True)
-        return torch.where(total > 0, said / total.clamp_min(1e-12), scores.softmax(1))
 
 
 class ExpertsSettings(FusionSettings):
