@@ -60,14 +60,15 @@ def main() -> None:
             rng=generator("views", device=device),
         )
         optimizer = make_optimizer(model, objective, settings)
-        step = Step(model, objective, optimizer, part, view, settings, 2, (view.keywords["rng"],))
+        step = Step(model, objective, optimizer, part, view, settings, 2, view.keywords["rng"])
 
         def epoch(step: Step = step) -> float:
             order = batches(n, asked.batch, generator("order"), device)
             began = time.perf_counter()
             one_epoch(step, order, 0.5)
             step.means()  # waits for the device
-            return (time.perf_counter() - began) / asked.steps
+            steps: int = asked.steps
+            return (time.perf_counter() - began) / steps
 
         loops[name] = epoch
     for epoch in loops.values():

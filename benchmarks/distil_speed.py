@@ -39,6 +39,7 @@ from flyby.parcels import parcel
 from flyby.parcels.inbox import Inbox
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape
+from flyby.training.settings import Compile
 from flyby.training.steps import halved
 
 EPOCHS, STEPS, SYNTHESIS = 200, 20_100, 30  # server epochs, student steps, generator steps an epoch, as published
@@ -65,7 +66,7 @@ def parts(form: str, asked: argparse.Namespace, inbox: Inbox, device: torch.devi
     """Every part with its own teachers and students in one form."""
     spec, n, clients = inbox.manifests[0].spec, asked.batch, len(inbox)
     flop = 2.0 * cost_of(spec).multiply_adds * n
-    how = "full" if form == "compiled" else "graph"
+    how: Compile = "full" if form == "compiled" else "graph"
     teachers = Teachers(inbox, device, "all", n, compile=how)
     plain = list(teachers.networks())
     teachers._frozen = [] if form == "plain" else [frozen(net, device, halved("auto", device)) for net in plain]
@@ -93,8 +94,8 @@ def parts(form: str, asked: argparse.Namespace, inbox: Inbox, device: torch.devi
         return teachers.answer(w, said).square().mean()
 
     for name, times, step in (
-        ("teachers answer", 1, lambda: teachers.say(x)),
-        ("teachers pull", 2, lambda: teachers.pull(x, towards)),
+        ("teachers answer", 1.0, lambda: teachers.say(x)),
+        ("teachers pull", 2.0, lambda: teachers.pull(x, towards)),
     ):
         captured = teachers.recorder()
         yield Part(name, times * clients * flop, repeated(step, captured), captured)

@@ -39,10 +39,10 @@ def curve(folder: Path) -> list[float]:
 def runs(asked: argparse.Namespace, way: str) -> None:
     """One line of JSON for every seed."""
     from flyby.runs.config import make_config
-    from flyby.runs.pipeline import run
+    from flyby.runs.pipeline import Options, run
 
     for seed in range(asked.seeds):
-        words = ["locals=false", f"train.batch={asked.batch}", *WAYS[way]]
+        words = ["locals=false", f"train.batch={asked.batch}", *asked.set, *WAYS[way]]
         config = make_config(
             asked.method,
             seed=seed,
@@ -53,15 +53,15 @@ def runs(asked: argparse.Namespace, way: str) -> None:
             assignments=words,
         )
         with tempfile.TemporaryDirectory() as folder:
-            result = run(config, Path(folder), device=asked.device, quiet=True, brief=True)
+            result = run(config, Path(folder), Options(engine="inline", device=asked.device, quiet=True, keep=False))
             row = {
                 "way": way,
                 "seed": seed,
-                "accuracy": result["accuracy"],
+                "accuracy": result.accuracy,
                 "losses": curve(Path(folder)),
-                "training": result["timings"]["train"],
+                "training": result.timings["train"],
             }
-        print(json.dumps(row | {"hardware": result["hardware"]}), flush=True)
+        print(json.dumps(row | {"hardware": result.hardware}), flush=True)
 
 
 def compared(rows: list[dict[str, Any]]) -> str:
@@ -109,6 +109,7 @@ def main() -> None:
     for name, number in (("clients", 5), ("epochs", 10), ("batch", 64), ("seeds", 3)):
         words.add_argument(f"--{name}", type=int, default=number)
     words.add_argument("--alpha", type=float, default=0.5)
+    words.add_argument("--set", action="append", default=[], help="as flyby run takes it: model.width=0.5")
     words.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)
     asked = words.parse_args()
     if asked.only:

@@ -46,7 +46,8 @@ def main() -> None:
     assert bundle.test is not None
     network = lite_network(words.backbone)
     network.load_state_dict(lite_weights(words.backbone))
-    network = network.eval().folded().requires_grad_(False).to(words.device, memory_format=torch.channels_last)
+    network = network.eval().folded().requires_grad_(False).to(words.device)
+    network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     sides = [int(s) for s in words.sides.split(",") if s] or [LITE[words.backbone].side]
     parts = [
         (torch.tensor(part.images[: words.images]), torch.tensor(part.labels[: words.images]).to(words.device))

@@ -60,26 +60,23 @@ def with_flower(words: argparse.Namespace) -> None:
 
     client, server = ClientApp(), ServerApp()
 
-    @client.train()  # type: ignore[untyped-decorator]
+    @client.train()
     def train(message: Message, context: Context) -> Message:
         from flyby.data.site import site_of
-        from flyby.objectives import OBJECTIVES
         from flyby.training.loop import train_site
 
         torch.set_num_threads(1)
         bundle, todo, split = settings_of(words)
         recipe = todo.recipe
         site = site_of(bundle, split, list(split.shares)[int(context.node_config["partition-id"])])
-        kind = OBJECTIVES[recipe.objective]
-        made = train_site(
-            site, recipe.spec, kind(kind.settings_type(calibrate=False)), recipe.train, recipe.views, recipe.seed
-        )
+        plain = recipe.objective_settings.model_copy(update={"calibrate": False})
+        made = train_site(site, recipe.model_copy(update={"objective_settings": plain}))
         metrics = MetricRecord({"num-examples": len(site.train)})
         return Message(
             content=RecordDict({"arrays": ArrayRecord(made.parcel.weights), "metrics": metrics}), reply_to=message
         )
 
-    @server.main()  # type: ignore[untyped-decorator]
+    @server.main()
     def main(grid: Grid, context: Context) -> None:
         from flyby.data.site import part_of
         from flyby.fusion.evaluation import accuracy, scores_of

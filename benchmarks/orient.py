@@ -47,7 +47,7 @@ def main() -> None:
     def settings(**changes: object) -> OrientSettings:
         return OrientSettings(
             **{"batch": words.batch, "patience": 10_000, "views": STANDARD, "graph": False, **changes}
-        )  # type: ignore[arg-type]
+        )
 
     ways: dict[str, tuple[Callable[..., None], OrientSettings]] = {
         "plain": (plain, settings()),

@@ -34,6 +34,7 @@ from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES
 from flyby.rng import generator
 from flyby.training.loop import train_site
+from flyby.training.recipe import Recipe
 from flyby.training.settings import TrainSettings
 
 MAX_RATIO = 1.05
@@ -81,7 +82,7 @@ class BareLoop:
         mean, std = (t.view(1, -1, 1, 1) for t in self.spec.statistics())
         order = torch.randperm(len(labels), generator=generator(SEED, self.site.id, "order", self.epoch))
         self.model.train()
-        for rows in order.split(batch):
+        for rows in torch.split(order, batch):
             x = (
                 images[rows]
                 .permute(0, 3, 1, 2)
@@ -109,7 +110,7 @@ def measure(case: Case) -> dict[str, Any]:
     empty = Part(train.images[:0], train.labels[:0])
     site = Site("site-0", train, empty, empty, data.class_names)
     spec = ModelSpec(name=case.model, classes=data.classes, channels=data.channels, size=data.size)
-    settings = TrainSettings(epochs=case.epochs, batch=case.batch, schedule="constant")
+    settings = TrainSettings(epochs=case.epochs, batch=case.batch, schedule="constant", precision="fp32")
     kind = OBJECTIVES["supervised"]
     bare = BareLoop(spec, site, settings)
     flyby_seconds: list[float] = []
@@ -121,7 +122,9 @@ def measure(case: Case) -> dict[str, Any]:
         bare.run_epoch()
         resumed = time.perf_counter()
 
-    trained = train_site(site, spec, kind(kind.settings_type()), settings, PLAIN, SEED, on_epoch=after_epoch)
+    loss = kind.settings_type()
+    recipe = Recipe(spec=spec, objective=kind.name, objective_settings=loss, train=settings, views=PLAIN, seed=SEED)
+    trained = train_site(site, recipe, on_epoch=after_epoch)
     ratios = [f / b for f, b in zip(flyby_seconds[1:], bare.seconds[1:], strict=True)]
     steps = rows // case.batch
     return {

@@ -45,7 +45,7 @@ def first(data: Dataset, count: int | None) -> Dataset:
 def upload(network: Network, site: Site, epsilon: float, asked: argparse.Namespace) -> Parcel:
     """What a site sends, made as ``flyby train`` makes it; noise is seeded, so that the table can be made again."""
     if math.isinf(epsilon):
-        made, told = feature_sums(network, site, 0, least=1), {"counts": site.counts}
+        made, told = feature_sums(network, site, 0, least=1), dict[str, Any](counts=site.counts)
     else:
         draw = draws(generator(asked.seed, site.id, epsilon))
         made = noised_sums(network, site, {}, (epsilon, asked.delta), asked.norm, draw)
@@ -58,7 +58,7 @@ def upload(network: Network, site: Site, epsilon: float, asked: argparse.Namespa
         samples=len(site.train),
         weights={name: value.cpu() for name, value in network.state_dict().items()},
         extras={f"{NAME}.{part}": value.cpu() for part, value in made.items()},
-        **told,  # type: ignore[arg-type]
+        **told,
     )
 
 
@@ -130,8 +130,8 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|---|---|")
     for count in map(int, asked.clients.split(",")):
         for alpha in asked.alpha.split(","):
-            how = {"name": "iid"} if alpha == "iid" else {"alpha": float(alpha)}
-            split = make_split(data, SplitSettings(clients=count, **how), asked.seed)  # type: ignore[arg-type]
+            how: dict[str, Any] = {"name": "iid"} if alpha == "iid" else {"alpha": float(alpha)}
+            split = make_split(data, SplitSettings(clients=count, **how), asked.seed)
             parts = {name: part_of(data, share.train) for name, share in split.shares.items()}
             none = part_of(data, [])
             sites = [Site(name, part, none, none, data.class_names) for name, part in parts.items()]

@@ -124,7 +124,7 @@ def keep(folder: Path, path: Path, device: str) -> None:
     for end, arrays in ((".features", look(folder, device)), (".npz", listen(folder, device))):
         if arrays:
             part = path.with_suffix(".part.npz")
-            np.savez_compressed(part, **arrays)
+            np.savez_compressed(part, allow_pickle=False, **arrays)
             part.rename(path.with_suffix(end))
 
 
@@ -176,14 +176,14 @@ def choose(paths: list[Path], part: str, shown: int, out: Path | None = None) ->
         out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     best = [max(row[i] for _, row in found) for i in range(len(files))]
     print("best form of each file: " + ", ".join(f"{f.name} {b:.2f}" for f, b in zip(files, best, strict=True)))
-    rows = [(sum(row) / len(row), max(b - a for a, b in zip(row, best, strict=True)), form, row) for form, row in found]
-    for mean, behind, form, row in sorted(rows, key=lambda one: -one[0])[:shown]:
+    judged = [(fmean(row), max(b - a for a, b in zip(row, best, strict=True)), form, row) for form, row in found]
+    for mean, behind, form, row in sorted(judged, key=lambda one: -one[0])[:shown]:
         settings = ",".join(f"{name}={value:g}" for name, value in form.items() if value is not None)
         print(f"{settings:52s} mean {mean:.2f}, behind at most {behind:.2f}: " + " ".join(f"{a:.1f}" for a in row))
 
 
 def scale(paths: list[Path], part: str, out: Path | None = None) -> None:
-    files, rows = [Heard(path, part) for path in paths], []
+    files, rows = [Heard(path, part) for path in paths], list[dict[str, Any]]()
     for times in SCALES:
         for one in files:
             chances = (times * one.scores({"enough": Best.enough}).double()).softmax(1)

@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from flyby import api
+from flyby.fusion.predictor import Predictor, Single
 from flyby.meeting import pipeline
+from flyby.parcels.parcel import Parcel
+from flyby.runs.folder import Run
 from flyby.runs.pipeline import Options
 from flyby.runs.population import Node, Population
 
@@ -40,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plus without an anchor": {"pool": 4, "pool_views": {"crop": "pad", "flip": 0.5}, "anchor": 0.0},
 }
 SATELLITES = {"split.min_size": 100, "orient.epochs": 10, "orient.distill_epochs": 20, "orient.distill_steps": 900}
+LARGE = {"clients": 70, "model": "resnet18", "epochs": 60}
 Row = dict[str, Any]
 
 
@@ -52,15 +56,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args()
     tiny = words.data == "digits"
-    settings = {"split.min_size": 40, "orient.buffer": 9, "orient.top": 4} if tiny else dict(SATELLITES)
+    settings: Row = {"split.min_size": 40, "orient.buffer": 9, "orient.top": 4} if tiny else dict(SATELLITES)
     settings |= {"orient.eval_nodes": f"quantiles:{words.nodes}", "orient.rounds": 1, "orient.diagnostics": False}
     pipeline.STAGES["distill"] = Students(words.out)
     with tempfile.TemporaryDirectory() as folder:
-        api.run(
-            **{"method": "fol-plus", "data": words.data, "split": "fol", "alpha": 0.7, "seed": words.seed},
-            **{"clients": 20 if tiny else 70, "model": "mlp" if tiny else "resnet18", "epochs": 100 if tiny else 60},
-            **{"settings": settings, "out": Path(folder), "options": Options("inline", words.device, quiet=True)},
-        )
+        size: Row = {"clients": 20, "model": "mlp", "epochs": 100} if tiny else dict(LARGE)
+        how: Row = {"split": "fol", "alpha": 0.7, "seed": words.seed, "settings": settings, **size}
+        options = Options("inline", words.device, quiet=True)
+        api.run("fol-plus", words.data, out=Path(folder), options=options, **how)
     table([json.loads(line) for line in words.out.read_text().splitlines()])
 
 
@@ -68,19 +71,20 @@ class Students:
     """In place of the stage that distils: every way, one after another, from the same start."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.node, self.population = out, "", None
+        self.out, self.node = out, ""
+        self.population: Population | None = None
         before = Population.start
 
-        def start(population: Population, name: str, own: Any) -> Node:
+        def start(population: Population, name: str, own: Parcel, run: Run) -> Node:
             self.population, self.node = population, name
-            return before(population, name, own)
+            return before(population, name, own, run)
 
-        Population.start = start  # type: ignore[method-assign]
+        Population.start = start  # type: ignore[assignment, method-assign]
 
     def __call__(self, work: pipeline.Work) -> None:
         site, own = work.site, work.own
         assert work.teacher is not None
-        self.note(work, "local", pipeline.Single([own.spec], site.class_names, [own.network()]))
+        self.note(work, "local", Single([own.spec], site.class_names, [own.network()]))
         self.note(work, "teacher", work.teacher)
         for way, changes in WAYS.items():
             settings = type(work.settings).model_validate({**work.settings.model_dump(), **changes})
@@ -90,7 +94,7 @@ class Students:
             self.note(work, way, trial.student)
         work.new, work.student = trial.new, trial.student
 
-    def note(self, work: pipeline.Work, who: str, model: Any) -> None:
+    def note(self, work: pipeline.Work, who: str, model: Predictor) -> None:
         population = self.population
         assert population is not None
         assert population.common is not None

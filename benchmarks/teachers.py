@@ -19,7 +19,7 @@ import torch
 from flyby.fusion import Inbox
 from flyby.fusion.base import Server
 from flyby.fusion.distilled.dense import Dense, DenseSettings
-from flyby.fusion.distilled.synthesis import memory_of
+from flyby.fusion.distilled.teachers import memory_of
 from flyby.models import ModelSpec
 from flyby.parcels import parcel
 from flyby.rng import generator
