@@ -63,6 +63,7 @@ class Compact(Dense):
     """One network that answers as an ensemble does."""
 
     name = "compact"
+    edition = 2
     paper = "flyby"
     about = "any rule's ensemble distilled into one network, on proxy images (--proxy PATH) or synthetic ones"
     needs = ExpertsCalibrated.needs  # its teacher's, where no other is named
