@@ -26,6 +26,14 @@ def pick_device(name: str = "auto") -> str:
     return name
 
 
+def halves_well() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX), and is allowed to."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False  # told to do as an older one
+    able = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in able)
+
+
 def one_thread() -> None:
     """One thread per site on a CPU: sums are then taken in one order, so that every engine gives the same bytes."""
     torch.set_num_threads(1)

@@ -255,6 +255,39 @@ def test_heads_on_a_backbone_learn_by_every_kind_of_method(
     assert result.bytes_up < 3 * 15_000
 
 
+@pytest.mark.parametrize(
+    ("words", "preset", "lr"),
+    [
+        ([], "head", 3.0),
+        (["objective.preset=paper"], "paper", 0.05),
+        (["train.lr=0.5"], "head", 0.5),
+        (["model.projector=[16]"], "paper", 0.05),
+        (["model.tune=last"], "paper", 0.05),
+        (["model.backbone=null"], "paper", 0.05),
+    ],
+)
+@pytest.mark.parametrize("method", ["fafi", "aurora"])
+def test_prototypes_alone_on_a_frozen_backbone_are_trained_as_a_head(
+    method: str, words: list[str], preset: str, lr: float, taught: Path
+) -> None:
+    config = make_config(method, assignments=[f'model.backbone="{taught}"', *words])
+    recipe = plan(config, config.data.load()).recipe
+    assert recipe.objective_settings.model_dump()["preset"] == preset
+    assert recipe.train.lr == lr
+    assert OBJECTIVES[recipe.objective].preferred_batch(recipe.objective_settings) == (128 if preset == "head" else 512)
+
+
+def test_a_head_of_prototypes_learns_where_the_published_training_hardly_moves_it(taught: Path, tmp_path: Path) -> None:
+    """One site with all digits: the ways of training differ, and nothing else."""
+
+    def right(*words: str) -> float:
+        words = (f'model.backbone="{taught}"', "locals=false", *words)
+        config = make_config("fafi", epochs=5, split={"clients": 1, "alpha": 100.0}, assignments=list(words))
+        return run(config, tmp_path / str(len(words)), Options(engine="inline", quiet=True)).accuracy
+
+    assert right() > 0.93 > 0.7 > right("objective.preset=paper")
+
+
 def test_parcels_on_different_backbones_are_not_averaged(tmp_path: Path) -> None:
     config = make_config("fedavg", epochs=1)
     recipe = plan(config, config.data.load()).recipe

@@ -28,7 +28,7 @@ from flyby.training.graphs import Captured
 from flyby.training.loop import train_site
 from flyby.training.recipe import Recipe
 from flyby.training.settings import TrainSettings
-from flyby.training.steps import autocast, fully_compiled
+from flyby.training.steps import autocast, fully_compiled, precision_of
 
 Way = Literal["limit", "flyby", "script"]
 PATIENCE = 5.0  # seconds that loops have for leaving, in each of three ways
@@ -119,13 +119,14 @@ def limit(case: Case, report: Report) -> None:
     optimizer = torch.optim.SGD(
         model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
     )
+    precision = precision_of(settings, case.spec(), device)
     part = case.part(case.batch).to(device)
     x = case.spec().prepare(part.images).repeat(case.views.views, 1, 1, 1).contiguous(memory_format=torch.channels_last)
     labels = part.labels.repeat(case.views.views)
     last = torch.zeros((), device=device)
 
     def step(x: torch.Tensor, labels: torch.Tensor) -> None:
-        with autocast(settings.precision, device):
+        with autocast(precision, device):
             loss = F.cross_entropy(model(x), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -22,7 +22,10 @@ def bench(
         int | None, typer.Option(help="Processes of the script's DataLoader; as many as cores, 16 at most.")
     ] = None,
     precision: Annotated[
-        Literal["auto", "fp32", "bf16"], typer.Option(help="Of the limit and of flyby; auto is bf16 on a GPU.")
+        Literal["auto", "fp32", "bf16"],
+        typer.Option(
+            help="Of the limit and of flyby; auto is bf16 on a GPU, and for large networks on a CPU that has it."
+        ),
     ] = "auto",
     compile: Annotated[
         Literal["auto", "off", "graph", "full"],

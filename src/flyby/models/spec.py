@@ -179,6 +179,11 @@ class ModelSpec(Grown):
         """A copy with some fields changed, checked like a new one (pydantic's ``model_copy`` does not check)."""
         return type(self)(**{**dict(self), **changes})
 
+    @property
+    def head_alone(self) -> bool:
+        """Whether nothing but a head learns: the backbone below it is frozen, and no layer lies between."""
+        return self.backbone is not None and self.backbone.tune == "head" and not self.projector
+
     def unclassed(self) -> Self:
         """The same whatever its classes are: what sites must have in common whose classes differ."""
         return self.replace(classes=1, partial=False)

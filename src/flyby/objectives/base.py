@@ -90,6 +90,11 @@ class Objective(nn.Module):
         return {}
 
     @classmethod
+    def suited(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Settings of its own that suit such a network better than the usual ones, where the user has not chosen."""
+        return {}
+
+    @classmethod
     def preferred_batch(cls, settings: ObjectiveSettings) -> int:
         """Images per step where the user has not chosen; a small site takes fewer."""
         return cls.batch

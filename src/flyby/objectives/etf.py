@@ -33,7 +33,7 @@ class BalancedEtf(Anchored, Supervised):
 
     @classmethod
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
-        if spec.backbone is not None and spec.backbone.tune == "head" and not spec.projector:
+        if spec.head_alone:
             raise BadInput(
                 "a fixed classifier on a frozen backbone has nothing to learn; put a layer between them with --set"
                 " model.projector=[128]"

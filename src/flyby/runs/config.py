@@ -224,12 +224,13 @@ def plan(config: RunConfig, bundle: DataBundle) -> Plan:
     trained."""
     method = METHODS[config.method]
     objective = OBJECTIVES[method.objective]
-    settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
-    fusion = rule_of(config, method, objective, settings)
     if config.codec not in CODECS:
         raise unknown("codec", config.codec, CODECS)
     data = bundle.train
     spec = _spec(config.model, data, objective.trains)
+    chosen = {**method.objective_settings, **objective.suited(spec), **config.objective}
+    settings = build(objective.settings_type, chosen, "objective")
+    fusion = rule_of(config, method, objective, settings)
     if fusion is not None:
         fusion.check_pixels(spec)
     defaults = objective.defaults(settings) | method.train

@@ -37,7 +37,7 @@ from flyby.training.optim import make_optimizer, set_learning_rate
 from flyby.training.privacy import PrivateSums, PrivateTraining
 from flyby.training.recipe import Recipe
 from flyby.training.settings import Counts, Phase, TrainSettings, batch_size, phase_of
-from flyby.training.steps import Step, batches, evaluate_part, finite, fully_compiled, one_epoch
+from flyby.training.steps import Step, batches, evaluate_part, finite, fully_compiled, one_epoch, precision_of
 
 P = ParamSpec("P")
 Outcome = TypeVar("Outcome")
@@ -152,6 +152,7 @@ class Session:
         mean, std = self.learner.statistics(device)
         self.rng = torch.Generator(device=device)
         self.view = functools.partial(augment, settings=views, mean=mean, std=std, rng=self.rng)
+        settings = settings.model_copy(update={"precision": precision_of(settings, spec, device)})
         self.step = Step(
             self.learner, self.objective, self.optimizer, self.train, self.view, settings, views.views, self.rng
         )
@@ -189,7 +190,7 @@ class Session:
         row |= {name: value.tolist() for name, value in self.objective.epoch_state(self.model).items()}
         if len(self.val):
             with eagerly(), self.sent():
-                row |= evaluate_part(self.learner, self.val, settings.precision, self.device)
+                row |= evaluate_part(self.learner, self.val, self.step.settings.precision, self.device)
         self._check(row)
         return row | {"samples_per_second": round(len(self.train) / (time.perf_counter() - tick), 1)}
 

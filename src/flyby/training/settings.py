@@ -54,7 +54,8 @@ class TrainSettings(PrivacySettings):
     )
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="of the network's arithmetic; auto: bf16 on a GPU, else fp32"
+        "auto",
+        description="of the arithmetic; auto: bf16 on a GPU, and for large networks on a CPU that has it",
     )
     compile: Compile = Field(
         "auto",

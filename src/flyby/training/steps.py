@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flyby.data.site import Part
+from flyby.machine import halves_well
 from flyby.models import ModelSpec, Network
+from flyby.models.cost import cost_of
 from flyby.models.networks import ARCHITECTURES
 from flyby.objectives.base import Batch, Objective
 from flyby.training.average import Average
@@ -21,6 +23,7 @@ from flyby.training.graphs import Captured, one_shape
 from flyby.training.settings import TrainSettings
 
 WORTH_COMPILING = 4_000_000  # views of 32x32 pixels
+WORTH_HALVING = 5_000_000  # multiply-adds per image, on a CPU
 _expected: ContextVar[Mapping[int, int]] = ContextVar("views by batch", default={})  # noqa: B039
 
 
@@ -128,6 +131,16 @@ def autocast(precision: str, device: torch.device, cached: bool = True) -> Abstr
 def halved(precision: str, device: torch.device) -> bool:
     """Whether convolutions and matrix products are in bfloat16."""
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+
+
+def precision_of(settings: TrainSettings, spec: ModelSpec, device: torch.device) -> str:
+    """What ``auto`` means for a site that trains: bf16 also on a CPU that has it in hardware, for a network that is
+    large enough to gain. A frozen backbone, and private training, keep to float32."""
+    if settings.precision != "auto" or device.type != "cpu":
+        return settings.precision
+    if spec.backbone is not None or settings.dp_epsilon is not None or not halves_well():
+        return "fp32"
+    return "bf16" if cost_of(spec).multiply_adds >= WORTH_HALVING else "fp32"
 
 
 @contextmanager
