@@ -33,7 +33,7 @@ from flyby.runs.backbones import own
 from flyby.training.checkpoint import load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from flyby.training.loop import Trained
 from flyby.training.optim import make_optimizer, set_learning_rate
-from flyby.training.settings import TrainSettings, batch_size
+from flyby.training.settings import Precision, TrainSettings, batch_size
 from flyby.training.steps import WORTH_HALVING, batches, precision_of
 
 CPU = torch.device("cpu")
@@ -470,19 +470,18 @@ LARGE = ModelSpec(name="cnn-small", classes=10, channels=3, size=(32, 32))
 @pytest.mark.parametrize(
     ("able", "spec", "asked", "found"),
     [
-        (True, LARGE, {}, "bf16"),
-        (False, LARGE, {}, "fp32"),
-        (True, CNN, {}, "fp32"),  # 8x8 pixels: little to gain
-        (True, LARGE, {"precision": "fp32"}, "fp32"),
-        (False, LARGE, {"precision": "bf16"}, "bf16"),
-        (True, LARGE, {"dp_epsilon": 8.0}, "fp32"),
+        (True, LARGE, "auto", "bf16"),
+        (False, LARGE, "auto", "fp32"),
+        (True, CNN, "auto", "fp32"),  # 8x8 pixels: little to gain
+        (True, LARGE, "fp32", "fp32"),
+        (False, LARGE, "bf16", "bf16"),
     ],
 )
 def test_auto_is_bf16_where_a_cpu_has_it_and_the_network_is_large(
-    able: bool, spec: ModelSpec, asked: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
+    able: bool, spec: ModelSpec, asked: Precision, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flyby.training.steps.halves_well", lambda: able)
-    assert precision_of(TrainSettings(**asked), spec, CPU) == found
+    assert precision_of(asked, spec, CPU) == found
 
 
 def test_a_frozen_backbone_keeps_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,11 +489,11 @@ def test_a_frozen_backbone_keeps_to_float32(monkeypatch: pytest.MonkeyPatch) -> 
     named = own(LARGE, LARGE.build(torch.Generator()).state_dict())
     spec = LARGE.replace(name=named.name, backbone=named.backbone)
     assert cost_of(spec).multiply_adds >= WORTH_HALVING
-    assert precision_of(TrainSettings(), spec, CPU) == "fp32"
+    assert precision_of("auto", spec, CPU) == "fp32"
 
 
 def test_a_gpu_decides_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert precision_of(TrainSettings(), CNN, torch.device("cuda")) == "auto"
+    assert precision_of("auto", CNN, torch.device("cuda")) == "auto"
 
 
 def test_a_cpu_told_to_do_as_an_older_one_does_not_halve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from flyby.rng import generator
 from flyby.training.graphs import Captured
 from flyby.training.loop import train_site
 from flyby.training.recipe import Recipe
-from flyby.training.settings import TrainSettings
+from flyby.training.settings import Precision, TrainSettings
 from flyby.training.steps import autocast, fully_compiled, precision_of
 
 Way = Literal["limit", "flyby", "script"]
@@ -50,7 +50,7 @@ class Case(BaseModel):
     device: str
     channels: int = 3
     classes: int = 10
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Precision = "auto"
     compile: Literal["auto", "off", "graph", "full"] = "auto"
     workers: int = 2
     threads: int = 1
@@ -119,7 +119,7 @@ def limit(case: Case, report: Report) -> None:
     optimizer = torch.optim.SGD(
         model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
     )
-    precision = precision_of(settings, case.spec(), device)
+    precision = precision_of(settings.precision, case.spec(), device)
     part = case.part(case.batch).to(device)
     x = case.spec().prepare(part.images).repeat(case.views.views, 1, 1, 1).contiguous(memory_format=torch.channels_last)
     labels = part.labels.repeat(case.views.views)

@@ -16,7 +16,7 @@ from flyby.meeting.stack import Stack
 from flyby.meeting.tuning import Problem, tune
 from flyby.models import ModelSpec
 from flyby.rng import generator
-from flyby.training.steps import autocast
+from flyby.training.steps import autocast, precision_of
 
 Adapt = Callable[[Site, ModelSpec, int, int, OrientSettings, torch.device], None]
 
@@ -56,7 +56,7 @@ def plain(
             rng = generator(epoch, device=device)
             order = torch.randperm(len(site.train), device=device)
             for rows in torch.split(order, settings.batch):
-                with autocast(settings.precision, device, cached=False):
+                with autocast(precision_of(settings.precision, spec, device), device, cached=False):
                     loss = F.cross_entropy(
                         network(augment(site.train.images[rows], STANDARD, mean, std, rng)).float(),
                         site.train.labels[rows],

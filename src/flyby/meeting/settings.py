@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from flyby.data.views import ViewSettings
 from flyby.registry import Registry
+from flyby.training.settings import PRECISION, Precision
 
 Backend = Literal["auto", "vmap", "matmul", "loop"]
 
@@ -94,9 +95,7 @@ class OrientSettings(BaseModel):
     views: ViewSettings | None = Field(
         None, description="augmentation while neighbours are adapted; default: the site's own"
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="of the arithmetic; auto: bf16 on a GPU, else fp32"
-    )
+    precision: Precision = Field("auto", description=PRECISION)
 
     lambda_p: Annotated[float, Field(ge=0, description="eq. 5: alignment")] = 0.1
     gamma_shared: Annotated[float, Field(ge=0, description="eq. 5: group lasso of shared layers")] = 0.05

@@ -27,7 +27,7 @@ from flyby.models.cost import at_once
 from flyby.objectives.supervised import Supervised
 from flyby.rng import generator
 from flyby.training.graphs import Captured, one_shape
-from flyby.training.steps import autocast, batches
+from flyby.training.steps import autocast, batches, precision_of
 
 Penalty = Tensor | None
 EVALUATION_BATCH = 256
@@ -133,6 +133,7 @@ class Stepper:
         self.stack, self.problem, self.settings = stack, problem, settings
         weights = stack.parameters if problem.learns_weights else {}
         self.optimizer = Sgd(weights, problem.extra, settings)
+        self.precision = precision_of(settings.precision, stack.spec, stack.device)
         replays = settings.graph and stack.device.type == "cuda"
         self.captured = Captured() if replays else None
         self.captured_look = Captured() if replays else None
@@ -147,7 +148,7 @@ class Stepper:
 
     def _step(self, x: Tensor, labels: Tensor, rows: Tensor) -> None:
         stack, problem = self.stack, self.problem
-        with autocast(self.settings.precision, stack.device, cached=False):
+        with autocast(self.precision, stack.device, cached=False):
             logits = full(stack.logits(x, problem.effective(stack.parameters), training=True))
         losses = problem.data_term(logits, labels, rows)
         penalty = problem.penalty(stack.parameters)
@@ -263,9 +264,9 @@ def keep_best(best: Stack, extra: Tensors, stack: Stack, problem: Problem, rows:
 @torch.no_grad()
 def stack_logits(stack: Stack, images: Tensor, settings: OrientSettings, parameters: Tensors | None = None) -> Tensor:
     """Logits ``[M, N, C]`` in evaluation mode, in pieces."""
-    pieces = []
+    pieces, precision = [], precision_of(settings.precision, stack.spec, stack.device)
     for piece in torch.split(images, at_once(stack.spec, EVALUATION_BATCH)):
-        with autocast(settings.precision, stack.device, cached=False):
+        with autocast(precision, stack.device, cached=False):
             pieces.append(full(stack.logits(stack.spec.prepare(piece), parameters)))
     return torch.cat(pieces, dim=1)
 

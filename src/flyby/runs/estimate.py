@@ -15,6 +15,7 @@ from flyby.models import ModelSpec
 from flyby.models.lite import lite_file
 from flyby.runs.config import ModelSettings, RunConfig, plan
 from flyby.training.recipe import Recipe
+from flyby.training.settings import Precision
 from flyby.training.steps import autocast, precision_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def estimate(recipe: Recipe, images: int, device: str) -> Estimate:
     it."""
     spec, train = recipe.spec, recipe.train
     once = not train.epochs or (recipe.views.still and spec.backbone is not None and spec.backbone.keeps)
-    each = seconds_per_image(spec, device, not once, precision_of(train, spec, torch.device(device)))
+    each = seconds_per_image(spec, device, not once, precision_of(train.precision, spec, torch.device(device)))
     views = 1 if once else recipe.views.views * train.epochs
     where = "a GPU" if device != "cpu" else f"{(n := torch.get_num_threads())} core{'s' if n > 1 else ''}"
     side = spec.size if spec.backbone is None else spec.backbone.size
@@ -54,7 +55,7 @@ def named(spec: ModelSpec) -> str:
     return spec.name if spec.width == 1 else f"{spec.name} of width {spec.width:g}"
 
 
-def seconds_per_image(spec: ModelSpec, device: str, learns: bool = True, precision: str = "fp32") -> float:
+def seconds_per_image(spec: ModelSpec, device: str, learns: bool = True, precision: Precision = "fp32") -> float:
     """The time of one image in a step (forward, backward), or, where nothing ``learns``, in one look."""
     network = spec.build(torch.Generator().manual_seed(0)).to(device).train(learns)
     batch = 16 if max(spec.size) <= 96 and spec.backbone is None else 4

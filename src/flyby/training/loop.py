@@ -152,7 +152,8 @@ class Session:
         mean, std = self.learner.statistics(device)
         self.rng = torch.Generator(device=device)
         self.view = functools.partial(augment, settings=views, mean=mean, std=std, rng=self.rng)
-        settings = settings.model_copy(update={"precision": precision_of(settings, spec, device)})
+        if settings.dp_epsilon is None:
+            settings = settings.model_copy(update={"precision": precision_of(settings.precision, spec, device)})
         self.step = Step(
             self.learner, self.objective, self.optimizer, self.train, self.view, settings, views.views, self.rng
         )

@@ -12,6 +12,8 @@ Counts = Literal["exact", "noisy", "binary"]
 Portion = Annotated[float, Field(gt=0, le=1)]
 # YAML reads a bare ``off`` as False.
 Compile = Annotated[Literal["auto", "off", "graph", "full"], BeforeValidator(lambda v: "off" if v is False else v)]
+Precision = Literal["auto", "fp32", "bf16"]
+PRECISION = "of the arithmetic; auto: bf16 on a GPU, and for large networks on a CPU that has it"
 
 
 class TrainSettings(PrivacySettings):
@@ -53,10 +55,7 @@ class TrainSettings(PrivacySettings):
         "shared", description="whether all sites start from the same random weights, or each from its own"
     )
     patience: int | None = Field(None, ge=1, description="epochs without a better validation loss before stopping")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto",
-        description="of the arithmetic; auto: bf16 on a GPU, and for large networks on a CPU that has it",
-    )
+    precision: Precision = Field("auto", description=PRECISION)
     compile: Compile = Field(
         "auto",
         description="on a GPU: replay the step as a CUDA graph (graph), compile the network too (full), or none (off)",

@@ -20,7 +20,7 @@ from flyby.models.networks import ARCHITECTURES
 from flyby.objectives.base import Batch, Objective
 from flyby.training.average import Average
 from flyby.training.graphs import Captured, one_shape
-from flyby.training.settings import TrainSettings
+from flyby.training.settings import Precision, TrainSettings
 
 WORTH_COMPILING = 4_000_000  # views of 32x32 pixels
 WORTH_HALVING = 5_000_000  # multiply-adds per image, on a CPU
@@ -133,14 +133,13 @@ def halved(precision: str, device: torch.device) -> bool:
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
-def precision_of(settings: TrainSettings, spec: ModelSpec, device: torch.device) -> str:
-    """What ``auto`` means for a site that trains: bf16 also on a CPU that has it in hardware, for a network that is
-    large enough to gain. A frozen backbone, and private training, keep to float32."""
-    if settings.precision != "auto" or device.type != "cpu":
-        return settings.precision
-    if spec.backbone is not None or settings.dp_epsilon is not None or not halves_well():
-        return "fp32"
-    return "bf16" if cost_of(spec).multiply_adds >= WORTH_HALVING else "fp32"
+def precision_of(asked: Precision, spec: ModelSpec, device: torch.device) -> Precision:
+    """What ``auto`` means for a network that learns: bf16 also on a CPU that has it in hardware, where the network is
+    large enough to gain. What stands on a frozen backbone keeps to float32."""
+    if asked != "auto" or device.type != "cpu":
+        return asked
+    large = spec.backbone is None and cost_of(spec).multiply_adds >= WORTH_HALVING
+    return "bf16" if large and halves_well() else "fp32"
 
 
 @contextmanager

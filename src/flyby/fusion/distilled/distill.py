@@ -30,7 +30,6 @@ from flyby.fusion.distilled.frozen import as_written, compiled
 from flyby.fusion.distilled.synthesis import Pool, as_pictures, as_unit
 from flyby.fusion.distilled.teachers import (
     MEANS,
-    Precision,
     Resident,
     TeacherName,
     Teachers,
@@ -47,7 +46,7 @@ from flyby.rng import generator, seed_of
 from flyby.training import checkpoint
 from flyby.training.checkpoint import Cadence, TrainingState
 from flyby.training.graphs import one_shape, set_learning_rate
-from flyby.training.settings import Compile, TrainSettings
+from flyby.training.settings import PRECISION, Compile, Precision, TrainSettings
 from flyby.training.steps import autocast, batches, fully_compiled
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class DistillSettings(FusionSettings):
     resident: Resident = Field(
         "auto", description="teachers on the device: all at once, or one at a time (slower, far less memory)"
     )
-    precision: Precision = Field("auto", description="of the arithmetic; auto: bf16 on a GPU, else fp32")
+    precision: Precision = Field("auto", description=PRECISION)
     compile: Compile = Field(
         "graph",
         description="on a GPU: replay steps as CUDA graphs (graph), compile networks too (full; auto: where it pays),"
@@ -396,7 +395,7 @@ class Lesson:
         s = self.rule.settings
         x, said = self.rule.inputs(images, said.transpose(0, 1), self.weights, self.teachers, self.rng)
         told = self.teachers.answer(self.weights, said)
-        with autocast(s.precision, self.teachers.device):
+        with autocast(self.teachers.precision, self.teachers.device):
             loss = self.rule.loss(self.learner, x, said, told, labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

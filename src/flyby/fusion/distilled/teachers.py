@@ -32,15 +32,15 @@ from flyby.fusion.distilled.frozen import as_written, compiled, frozen
 from flyby.fusion.distilled.views import crop_and_flip, site_views
 from flyby.fusion.predictor import Ensemble, Predictor, mean_of_those
 from flyby.models import ModelSpec, Network
+from flyby.models.cost import cost_of
 from flyby.models.memory import allocate
 from flyby.parcels.inbox import Inbox
 from flyby.settings import build, parse_assignment
 from flyby.training.graphs import Captured
-from flyby.training.settings import Compile, TrainSettings
-from flyby.training.steps import autocast, fully_compiled, halved
+from flyby.training.settings import Compile, Precision, TrainSettings
+from flyby.training.steps import autocast, fully_compiled, halved, precision_of
 
 Resident = Literal["auto", "all", "one"]
-Precision = Literal["auto", "fp32", "bf16"]
 Objective = Callable[[Tensor, Tensor], Tensor]  # (images [N, C, H, W] in 0..1, what clients say [K, N, D]) -> a loss
 MEANS = ("logits", "probabilities")  # teachers that are weighted means, whose weights a rule may learn
 # Bytes that ``resident: auto`` lets all teachers take together; fixed, so that it decides alike everywhere.
@@ -180,12 +180,14 @@ class Teachers:
         teaching: Teaching | None = None,
         compile: Compile = "auto",
     ) -> None:
-        self.device, self.precision, self.batch = torch.device(device), precision, batch
+        self.device, self.batch = torch.device(device), batch
         self.how, self.alike = compile, frozenset[int]()
         self.teaching = teaching or Teaching()
         self.pad, self.mirror = site_views(parcels)
         self.specs = [m.spec for m in parcels.manifests]
         self.classes = self.specs[0].classes
+        largest = max(self.specs, key=lambda spec: cost_of(spec).multiply_adds)
+        self.precision = precision_of(precision, largest, self.device)
         each = {spec: memory_of(spec) for spec in self.specs}
         needed = sum(weights + batch * activations for weights, activations in (each[spec] for spec in self.specs))
         needed += sum(each[spec][0] for spec in self.specs) // 2 if self.device.type == "cuda" else 0
