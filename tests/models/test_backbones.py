@@ -277,6 +277,16 @@ def test_prototypes_alone_on_a_frozen_backbone_are_trained_as_a_head(
     assert OBJECTIVES[recipe.objective].preferred_batch(recipe.objective_settings) == (128 if preset == "head" else 512)
 
 
+@pytest.mark.parametrize(("method", "preset"), [("best", "head"), ("bearings", "head"), ("fedsra", None)])
+def test_methods_that_learn_a_shift_learn_none_on_a_backbone(method: str, preset: str | None, taught: Path) -> None:
+    config = make_config(method, assignments=[f'model.backbone="{taught}"'])
+    asked = plan(config, config.data.load()).recipe.objective_settings
+    assert (asked.shift, getattr(asked, "preset", None)) == ("none", preset)  # type: ignore[attr-defined]
+    turned = make_config(method, assignments=[f'model.backbone="{taught}"', "objective.shift=turns"])
+    with pytest.raises(BadInput, match="a frozen backbone learns no shift"):
+        plan(turned, turned.data.load())
+
+
 def test_a_head_of_prototypes_learns_where_the_published_training_hardly_moves_it(taught: Path, tmp_path: Path) -> None:
     """One site with all digits: the ways of training differ, and nothing else."""
 

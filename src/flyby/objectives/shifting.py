@@ -63,6 +63,11 @@ class Shifting(Objective):
     settings: ShiftSettings
     found: Found | None = None
 
+    @classmethod
+    def suited(cls, spec: ModelSpec) -> dict[str, Any]:
+        """What a backbone knows of shifts it has learned elsewhere."""
+        return super().suited(spec) | ({} if spec.backbone is None else {"shift": "none"})
+
     def fitted(self, spec: ModelSpec, site: Site, seed: int) -> ModelSpec:
         self.found = self.decided(spec, site, seed)
         if self.found.why:
