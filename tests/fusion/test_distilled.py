@@ -579,6 +579,17 @@ def test_half_precision_works_and_spares_the_ensemble(rule: str, resident: str) 
     assert torch.allclose(mixed, 0.3 * logits[0] + 0.7 * logits[1], atol=1e-6)
 
 
+def test_a_cpu_that_halves_well_distils_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Inbox([made(0), made(1)])
+    images = torch.randint(0, 256, (9, 8, 8, 1), generator=generator(0), dtype=torch.uint8)
+    full, half = (small("dense", precision=how).fuse(box)(images) for how in ("fp32", "bf16"))
+    assert torch.equal(small("dense").fuse(box)(images), full), "8x8 pixels: little to gain"
+    monkeypatch.setattr("flyby.training.steps.WORTH_HALVING", 0)
+    monkeypatch.setattr("flyby.training.steps.halves_well", lambda: True)
+    assert torch.equal(small("dense").fuse(box)(images), half)
+    assert not torch.equal(half, full)
+
+
 def test_a_student_that_leaves_the_finite_numbers_is_reported() -> None:
     with pytest.raises(Diverged, match=r"dense diverged in server epoch 1; lower fusion\.lr"):
         small("dense", lr=1e30).fuse(Inbox([made(0), made(1)]))

@@ -456,6 +456,22 @@ def test_pruning_makes_networks_smaller_when_it_is_asked_to() -> None:
             assert c.facts["latency_ms_after"] > 0
 
 
+def test_a_cpu_that_halves_well_adapts_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, site = small_spec(), striped_site("site-0")
+
+    def tuned(**words: object) -> Tensor:
+        stack = Stack.of(spec, [one.state for one in neighbours(spec, 2)], torch.device("cpu"))
+        after = tune(stack, Problem(), site, quick(**words), 2, ("test",)).stack
+        return torch.cat([t.detach().flatten() for t in after.parameters.values()])
+
+    full, half = tuned(precision="fp32"), tuned(precision="bf16")
+    assert torch.equal(tuned(), full)
+    monkeypatch.setattr("flyby.training.steps.WORTH_HALVING", 0)
+    monkeypatch.setattr("flyby.training.steps.halves_well", lambda: True)
+    assert torch.equal(tuned(), half)
+    assert not torch.equal(half, full)
+
+
 def test_when_the_time_is_over_no_further_epoch_and_no_further_group() -> None:
     spec, site = small_spec("mlp", width=0.1), striped_site("a")
     group = neighbours(spec, 3)
