@@ -4,7 +4,7 @@ its jobs, and keeps beside the rows what clients said that send ``moments`` (``r
     python benchmarks/study_queue.py queue.jsonl --root work --data-root data --workers 2
 
 A line of the queue is a job: {"name": "a", "study": "summit-cifar10", "change": {"methods": ["fafi"]}}. ``change``
-replaces keys of the study, so that a job is a part of its grid; rows go to ROOT/results/WORKER/STUDY.jsonl,
+replaces keys of the study, so that a job is a part of its grid ("voices": false keeps rows alone); rows go to ROOT/results/WORKER/STUDY.jsonl,
 for ``flyby study STUDY --merge``. Datasets are files or folders in the data root, and jobs wait until theirs
 are there, but for those that come with flyby. Lines may be added while it runs.
 
@@ -72,7 +72,8 @@ def work(name: str, words: argparse.Namespace) -> None:
             grid = grid_of(job)
             rows = root / "results" / name / f"{job['study']}.jsonl"
             run_study(grid, rows, root / "work", data_root=data_root, engine="inline", device=words.device, quiet=True)
-            if any("moments" in setting for setting in grid.settings):  # what clients said is of use with these alone
+            asked = job.get("voices", True) and any("moments" in setting for setting in grid.settings)
+            if asked:  # what clients said is of use with moments alone
                 first = next(iter(cells(grid, data_root)))
                 keep(root / "work" / "runs" / first.key, root / "voices" / f"{job['name']}.npz", words.device)
             log.info("%s: %s, %.0f s", name, job["name"], time.perf_counter() - began)

@@ -293,7 +293,7 @@ def test_a_run_with_lora_learns_more_than_its_head(tmp_path: Path) -> None:
     said = {}
     for tune in ("head", "lora"):
         words = [f'model.backbone="{tmp_path / "taught"}"', f"model.tune={tune}", "locals=false", "views.crop=none"]
-        words += ["views.flip=0", "views.jitter_p=0"]
+        words += ["views.flip=0", "views.jitter_p=0", "train.lr=0.5"]
         config = make_config("fafi", epochs=3, split={"clients": 2, "alpha": 100.0}, assignments=words)
         said[tune] = run(config, tmp_path / tune, Options(engine="inline", quiet=True))
     assert said["lora"].accuracy > said["head"].accuracy + 0.05
