@@ -70,11 +70,15 @@ def judge(folder: Path, sizes: Sequence[int], device: str) -> list[dict[str, obj
     rows = []
     for size in (*(s for s in sizes if s < len(items)), len(items)):
         groups = grouped(counts, size)
-        found = [averaged([items[i] for i in group], f"g{n}") if len(group) > 1 else items[group[0]] for n, group in enumerate(groups)]
+        found = [
+            averaged([items[i] for i in group], f"g{n}") if len(group) > 1 else items[group[0]]
+            for n, group in enumerate(groups)
+        ]
         for rule in RULES:
             accuracy = flyby.fuse(found, fusion=rule, device=device).evaluate(test).accuracy
-            rows.append({"clients": len(items), "groups": size, "largest": max(map(len, groups)), "fusion": rule, "accuracy": accuracy})
-            rows[-1] |= {"data": Path(config.data.name).name, "alpha": config.split.alpha, "seed": config.seed, "run": folder.name}
+            row = {"clients": len(items), "groups": size, "largest": max(map(len, groups)), "fusion": rule}
+            row |= {"data": Path(config.data.name).name, "alpha": config.split.alpha, "seed": config.seed}
+            rows.append({**row, "accuracy": accuracy, "run": folder.name})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -4,9 +4,9 @@ its jobs, and keeps beside the rows what clients said that send ``moments`` (``r
     python benchmarks/study_queue.py queue.jsonl --root work --data-root data --workers 2
 
 A line of the queue is a job: {"name": "a", "study": "summit-cifar10", "change": {"methods": ["fafi"]}}. ``change``
-replaces keys of the study, so that a job is a part of its grid ("voices": false keeps rows alone); rows go to ROOT/results/WORKER/STUDY.jsonl,
-for ``flyby study STUDY --merge``. Datasets are files or folders in the data root, and jobs wait until theirs
-are there, but for those that come with flyby. Lines may be added while it runs.
+replaces keys of the study, so that a job is a part of its grid ("voices": false keeps rows alone); rows go to
+ROOT/results/WORKER/STUDY.jsonl, for ``flyby study STUDY --merge``. Datasets are files or folders in the data root, and
+jobs wait until theirs are there, but for those that come with flyby. Lines may be added while it runs.
 
 On a machine that ends what a command leaves behind, or ends commands after some minutes: --leave-after 500 starts all
 this apart, and returns after so many seconds with the rows so far in --copy FOLDER; the same command again goes on

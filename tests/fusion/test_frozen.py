@@ -76,7 +76,7 @@ def unit(count: int = 6, spec: ModelSpec = CNN) -> Tensor:
 # -- folding
 
 
-@pytest.mark.parametrize("name", ["resnet18", "cnn-small", "vgg-wildfire", "mobilenetv2", "cnn-fol", "mlp"])
+@pytest.mark.parametrize("name", ["resnet18", "cnn-small", "vgg-wildfire", "mobilenetv2", "cnn-fol", "lenet", "mlp"])
 def test_a_folded_network_has_no_batchnorm_and_the_same_answers_and_gradients(name: str) -> None:
     spec = ModelSpec(name=name, classes=5, size=(32, 32), width=0.25)
     network = trained(spec)

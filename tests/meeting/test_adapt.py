@@ -38,6 +38,7 @@ from flyby.training.steps import batches
 ARCHITECTURES = [
     ("mlp", 8),
     ("cnn-small", 8),
+    ("lenet", 16),
     ("cnn-fol", 18),
     ("vgg-wildfire", 16),
     ("resnet18", 8),

@@ -58,6 +58,7 @@ def same_bytes(a: Network, b: Network) -> bool:
         ("mobilenetv2", 1000, "cifar", 32, 3_504_872),
         ("vgg-wildfire", 2, "cifar", 224, 1_553_922),
         ("cnn-fol", 10, "cifar", 32, 3_584 + 147_584 + 147_584 + 20_490),
+        ("lenet", 10, "cifar", 32, 456 + 2416 + 48_120 + 10_164 + 850),
         ("mlp", 10, "cifar", 32, (3072 + 1) * 256 + (256 + 1) * 128 + (128 + 1) * 10),
         ("cnn-small", 10, "cifar", 32, 9 * (3 * 32 + 32 * 64 + 64 * 128) + 2 * (32 + 64 + 128) + 1290),
     ],
@@ -280,7 +281,7 @@ def test_same_generator_same_bytes_and_no_global_randomness(name: str, head: str
 def test_nothing_is_left_uninitialised() -> None:
     for name in NAMES:
         for head in HEADS:
-            spec = a_spec(name, head=head, width=0.1)
+            spec = a_spec(name, head=head, width=0.15)
             network = spec.skeleton().to_empty(device="cpu")
             with torch.no_grad():
                 for tensor in (*network.parameters(), *network.buffers()):

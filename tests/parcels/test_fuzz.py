@@ -424,7 +424,7 @@ def test_any_value_in_any_place_of_a_manifest(key: str, value: Any, data: bytes)
 
 
 likely = {
-    "name": st.sampled_from(["mlp", "cnn-small", "cnn-fol", "vgg-wildfire", "resnet18", "mobilenetv2"]),
+    "name": st.sampled_from(["mlp", "cnn-small", "lenet", "cnn-fol", "vgg-wildfire", "resnet18", "mobilenetv2"]),
     "classes": st.integers(2, 100_000),
     "channels": st.integers(1, 64),
     "size": st.lists(st.integers(1, 4096), min_size=2, max_size=2),

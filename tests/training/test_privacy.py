@@ -327,11 +327,13 @@ def test_networks_with_batch_norm_are_refused_and_others_that_fit_are_named() ->
     assert "--model mlp (cnn-small has BatchNorm" in refusal(
         spec=ModelSpec(name="cnn-small", classes=3, channels=1, size=(8, 8))
     )
-    assert "--model mlp or cnn-fol (resnet18 has" in refusal(spec=ModelSpec(name="resnet18", classes=3, size=(32, 32)))
+    assert "--model mlp or lenet or cnn-fol (resnet18 has" in refusal(
+        spec=ModelSpec(name="resnet18", classes=3, size=(32, 32))
+    )
 
 
 def test_no_network_that_is_allowed_lets_one_image_change_anothers_answer() -> None:
-    for name in ("mlp", "cnn-fol"):
+    for name in ("mlp", "lenet", "cnn-fol"):
         spec = ModelSpec(name=name, classes=3, channels=1, size=(18, 18))
         check_privacy(
             spec, Supervised, ObjectiveSettings(calibrate=False), TrainSettings(dp_epsilon=1.0), PLAIN, "noisy"

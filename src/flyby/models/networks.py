@@ -15,10 +15,12 @@ from flyby.models.mobilenet import mobilenet_widths, mobilenetv2
 from flyby.models.plain import (
     CNN_FOL_WIDTHS,
     CNN_SMALL_WIDTHS,
+    LENET_WIDTHS,
     MLP_WIDTHS,
     VGG_WILDFIRE_WIDTHS,
     cnn_fol,
     cnn_small,
+    lenet,
     mlp,
     vgg_wildfire,
 )
@@ -53,6 +55,9 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "mlp": Architecture(mlp, MLP_WIDTHS, about="two hidden layers on the pixels"),
         "cnn-small": Architecture(
             cnn_small, CNN_SMALL_WIDTHS, smallest=2, about="three convolutions; the default for images under 24 pixels"
+        ),
+        "lenet": Architecture(
+            lenet, LENET_WIDTHS, smallest=16, about="two convolutions and two hidden layers, without batch norm"
         ),
         "cnn-fol": Architecture(
             cnn_fol,
