@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +15,8 @@ import torch
 
 from flyby import __version__
 from flyby.errors import BadInput, unknown
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
 
 
 def pick_device(name: str = "auto") -> str:
@@ -38,18 +42,35 @@ def one_thread() -> None:
     """One thread per site on a CPU: sums are then taken in one order, so that every engine gives the same bytes."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    keep_memory()
+
+
+def keep_memory(kept: bool = True) -> None:
+    """What one step frees stays here for the next. By itself glibc gives large blocks back at once, and has the system
+    find and clear new pages for each layer of each step: up to half the time of a wide one. Under another C library
+    nothing changes."""
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    libc.mallopt(M_MMAP_MAX, 0 if kept else 65536)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if kept else 64 << 20)
+    if not kept:
+        libc.malloc_trim(0)
 
 
 @contextmanager
 def as_a_site(device: str) -> Iterator[None]:
     """In here a CPU computes as it does for a site that trains."""
+    if device != "cpu":
+        yield
+        return
     threads = torch.get_num_threads()
-    if device == "cpu":
-        one_thread()
+    one_thread()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        keep_memory(False)
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from factories import call, done, one_line
 from flyby.data.dataset import Dataset
@@ -30,6 +31,7 @@ from flyby.fusion.distilled.views import blend, crop_and_flip, site_views
 from flyby.fusion.evaluation import milliseconds
 from flyby.fusion.weights.average import likeliest
 from flyby.models import ModelSpec
+from flyby.models.generator import Generator as Maker
 from flyby.objectives.supervised import Supervised, SupervisedSettings
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
@@ -319,6 +321,33 @@ def test_the_generators_gradient_is_clipped() -> None:
 
     assert norm(None) > 100
     assert norm(10.0) == pytest.approx(10.0, rel=1e-4)
+
+
+def test_a_large_generator_works_in_halves_beside_small_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[Teachers, Synthesis]:
+        teachers, settings = (
+            Teachers(inbox(), "cpu"),
+            DenseSettings(**TINY | {"steps": 1, "bn": 0.0, "generator_width": 16}),
+        )
+        return teachers, Synthesis(teachers, 3, lambda x, said, y: F.cross_entropy(said.mean(0), y), settings)
+
+    full = made()[1]
+    assert full.precision == "fp32", "8x8 pixels: little to gain"
+    monkeypatch.setattr("flyby.training.steps.WORTH_HALVING", full.maker.multiply_adds())
+    monkeypatch.setattr("flyby.training.steps.halves_well", lambda: True)
+    teachers, half = made()
+    assert teachers.precision == "fp32"
+    assert half.precision == "bf16"
+    one, other = (work.make("key")[0].int() for work in (full, half))
+    assert 0 < int((one - other).abs().max()) <= 8, "of 255"
+
+
+@pytest.mark.parametrize(("size", "channels"), [((8, 8), 1), ((30, 17), 3)])
+def test_what_a_generator_costs_is_what_is_counted(size: tuple[int, int], channels: int) -> None:
+    maker = Maker.build(size, channels, 5, 4, generator(0))
+    with FlopCounterMode(display=False) as counter:
+        maker(torch.zeros(2, 5))
+    assert counter.get_total_flops() == 2 * 2 * maker.multiply_adds()
 
 
 def test_blends_by_hand() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import platform
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from flyby.data.dataset import DataBundle
 from flyby.data.site import Part, Site, part_of
 from flyby.data.views import PLAIN, STANDARD, ViewSettings
 from flyby.errors import BadInput, Diverged
-from flyby.machine import halves_well
+from flyby.machine import as_a_site, halves_well
 from flyby.models import ModelSpec, Network
 from flyby.models.cost import cost_of
 from flyby.objectives.base import Batch, Terms
@@ -507,6 +509,23 @@ def test_a_cpu_told_to_do_as_an_older_one_does_not_halve(monkeypatch: pytest.Mon
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")  # as ATEN_CPU_CAPABILITY=avx2 says
     assert not halves_well()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory, or not, in its own way")
+def test_a_site_keeps_the_memory_of_its_last_step() -> None:
+    def new_pages() -> int:
+        """That the system had to find and clear for ten blocks of 40 MB, one after the other."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            torch.ones(10 << 20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with as_a_site("cpu"):
+        new_pages()
+        kept = new_pages()
+    with as_a_site("cuda"):
+        given_back = new_pages()
+    assert kept * 10 < given_back
 
 
 def test_a_large_network_learns_as_well_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from flyby.data.site import Part, Site
 from flyby.data.views import PLAIN, ViewSettings
 from flyby.engines import forkserver
 from flyby.errors import FlybyError
+from flyby.machine import keep_memory
 from flyby.models import ModelSpec
 from flyby.objectives import OBJECTIVES, Objective
 from flyby.rng import generator
@@ -196,6 +197,8 @@ def serve(raw: str, pipe: Connection) -> None:
     they have passed."""
     case = Case.model_validate_json(raw)
     torch.set_num_threads(case.threads)
+    if case.device == "cpu" and case.way != "script":  # as a site does
+        keep_memory()
     try:
         LOOPS[case.way](case, Baton(pipe, case.batch))
     except Enough:

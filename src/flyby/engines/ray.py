@@ -35,6 +35,7 @@ from flyby.errors import BadInput, FlybyError
 from flyby.files import open_lock, write_bytes
 from flyby.fusion.base import Fusion, Server
 from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
+from flyby.machine import keep_memory
 from flyby.parcels import parcel
 from flyby.parcels.inbox import Inbox
 from flyby.training.loop import Row
@@ -297,6 +298,7 @@ def _ready(device: str, threads: int = 1) -> None:
     """A site trains on one thread and a rule fuses on as many as the driver would: sums are then taken in the order of
     engine ``inline``."""
     torch.set_num_threads(threads)
+    keep_memory(device == "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput(
             f"{os.uname().nodename} has no CUDA device for a task; set FLYBY_RAY_GPUS=0, or use --device cpu"

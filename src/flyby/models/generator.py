@@ -7,6 +7,7 @@ go to just the size wanted.
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 import torch
@@ -50,6 +51,12 @@ class Generator(nn.Module):
             made = cls(size, channels, latent, width)
         allocate(made, generator.device).initialise(generator)
         return made
+
+    def multiply_adds(self) -> int:
+        """Per image."""
+        layers = (self.linear, self.conv1, self.conv2, self.conv3)
+        places = ((1, 1), *self.sizes[1:], self.sizes[2])
+        return sum(layer.weight.numel() * math.prod(at) for layer, at in zip(layers, places, strict=True))
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.bn0(self.linear(z).unflatten(1, (-1, *self.sizes[0])))

@@ -134,12 +134,17 @@ def halved(precision: str, device: torch.device) -> bool:
 
 
 def precision_of(asked: Precision, spec: ModelSpec, device: torch.device) -> Precision:
-    """What ``auto`` means for a network that learns: bf16 also on a CPU that has it in hardware, where the network is
-    large enough to gain. What stands on a frozen backbone keeps to float32."""
+    """``precision_for`` a network of a spec. What stands on a frozen backbone keeps to float32."""
+    counts = asked == "auto" and device.type == "cpu" and spec.backbone is None
+    return precision_for(asked, cost_of(spec).multiply_adds if counts else 0, device)
+
+
+def precision_for(asked: Precision, multiply_adds: int, device: torch.device) -> Precision:
+    """What ``auto`` means for a network that learns and has so many multiply-adds per image: bf16 also on a CPU that
+    has it in hardware, where the network is large enough to gain."""
     if asked != "auto" or device.type != "cpu":
         return asked
-    large = spec.backbone is None and cost_of(spec).multiply_adds >= WORTH_HALVING
-    return "bf16" if large and halves_well() else "fp32"
+    return "bf16" if multiply_adds >= WORTH_HALVING and halves_well() else "fp32"
 
 
 @contextmanager

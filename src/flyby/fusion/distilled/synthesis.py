@@ -26,7 +26,7 @@ from flyby.models import ModelSpec
 from flyby.models.generator import Generator
 from flyby.rng import generator, seed_of
 from flyby.training.graphs import one_shape
-from flyby.training.steps import autocast
+from flyby.training.steps import autocast, halved, precision_for
 
 
 class SynthesisSettings(FusionSettings):
@@ -72,12 +72,13 @@ class Synthesis:
         self.share = 1.0 if settings.bn_form == "sum" else 1 / len(teachers)  # of a client's distance in L_BN
         spec, device = teachers.specs[0], teachers.device
         self.maker = self._fresh(generator("place")).to(device)
+        self.precision = precision_for(teachers.asked, self.maker.multiply_adds(), device)
         self.z = torch.empty(settings.images, settings.latent, device=device, requires_grad=True)
         self.targets = torch.empty(settings.images, dtype=torch.int64, device=device)
         self.best = torch.empty((settings.images, spec.channels, *spec.size), device=device)
         self.least, self.distance = torch.zeros((), device=device), torch.zeros((), device=device)
         on_gpu = device.type == "cuda"
-        if on_gpu:
+        if on_gpu or halved(self.precision, device):
             self.maker.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = torch.optim.Adam(
             [*self.maker.parameters(), self.z], lr=settings.generator_lr, betas=settings.betas, capturable=on_gpu
@@ -113,7 +114,7 @@ class Synthesis:
 
     def _step(self) -> None:
         bn, apart = self.share * self.settings.bn or None, relative if self.settings.bn_form == "relative" else distance
-        with autocast(self.teachers.precision, self.teachers.device):
+        with autocast(self.precision, self.teachers.device):
             x = self.maker(self.z)
         seen = self.teachers.view(x, self.rng) if self.augment else x
         loss, off, gradient = self.teachers.pull(seen, lambda x, said: self.objective(x, said, self.targets), bn, apart)

@@ -187,7 +187,7 @@ class Teachers:
         self.specs = [m.spec for m in parcels.manifests]
         self.classes = self.specs[0].classes
         largest = max(self.specs, key=lambda spec: cost_of(spec).multiply_adds)
-        self.precision = precision_of(precision, largest, self.device)
+        self.asked, self.precision = precision, precision_of(precision, largest, self.device)
         each = {spec: memory_of(spec) for spec in self.specs}
         needed = sum(weights + batch * activations for weights, activations in (each[spec] for spec in self.specs))
         needed += sum(each[spec][0] for spec in self.specs) // 2 if self.device.type == "cuda" else 0
