@@ -3,10 +3,11 @@ its jobs, and keeps beside the rows what clients said that send ``moments`` (``r
 
     python benchmarks/study_queue.py queue.jsonl --root work --data-root data --workers 2
 
-A line of the queue is a job: {"name": "a", "study": "summit-cifar10", "change": {"methods": ["fafi"]}}. ``change``
-replaces keys of the study, so that a job is a part of its grid ("voices": false keeps rows alone); rows go to
-ROOT/results/WORKER/STUDY.jsonl, for ``flyby study STUDY --merge``. Datasets are files or folders in the data root, and
-jobs wait until theirs are there, but for those that come with flyby. Lines may be added while it runs.
+A line of the queue is a job: {"name": "a", "seconds": 180, "study": "summit-cifar10", "change": {"methods": ["fafi"]}}.
+``change`` replaces keys of the study, so that a job is a part of its grid; "seconds", what it is expected to take, may
+be left out; "voices": false keeps rows alone. Rows go to ROOT/results/WORKER/STUDY.jsonl, for ``flyby study STUDY
+--merge``. Datasets are files or folders in the data root, and jobs wait until theirs are there, but for those that come
+with flyby. Lines may be added while it runs.
 
 On a machine that ends what a command leaves behind, or ends commands after some minutes: --leave-after 500 starts all
 this apart, and returns after so many seconds with the rows so far in --copy FOLDER; the same command again goes on
@@ -54,6 +55,14 @@ def take(queue: Path, data_root: Path) -> dict[str, Any] | None:
 def grid_of(job: dict[str, Any]) -> Study:
     whole = read_study(job["study"])[1].model_dump(exclude_unset=True)
     return build(Study, {**whole, **job.get("change", {})}, "study")
+
+
+def expected(queue: Path, workers: int) -> str:
+    """How much there is to do, and how long it is expected to take."""
+    jobs = [json.loads(line) for line in queue.read_text().splitlines()]
+    known = [job["seconds"] for job in jobs if "seconds" in job]
+    long = f", about {max(sum(known) / workers, *known):.0f} s" if known and len(known) == len(jobs) else ""
+    return f"{queue.name}: jobs {len(jobs)}, workers {workers}{long}"
 
 
 def work(name: str, words: argparse.Namespace) -> None:
@@ -146,6 +155,9 @@ def main() -> None:
     if words.worker:
         work(words.worker, words)
         return
+    for queue, workers in ((words.first, 1), (words.queue, words.workers)):
+        if queue is not None:
+            log.info("%s", expected(queue, workers))
     codes = [subprocess.call([*me(words, words.first), "--worker", "first"])] if words.first else []
     crew = [subprocess.Popen([*me(words, words.queue), "--worker", f"w{i}"]) for i in range(words.workers)]
     codes += [one.wait() for one in crew]

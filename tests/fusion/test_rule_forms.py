@@ -81,7 +81,12 @@ def test_jobs_leave_a_queue_in_order_and_wait_for_their_data(tmp_path: Path, mon
 
 def test_every_job_that_waits_for_a_gpu_is_part_of_its_study(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    grid_of = runpy.run_path(str(BENCHMARKS / "study_queue.py"))["grid_of"]
+    module = runpy.run_path(str(BENCHMARKS / "study_queue.py"))
+    grid_of, expected = module["grid_of"], module["expected"]
+    assert (
+        expected(BENCHMARKS / "queues" / "summit-alone.jsonl", 1)
+        == "summit-alone.jsonl: jobs 1, workers 1, about 260 s"
+    )
     for queue in sorted((BENCHMARKS / "queues").glob("*.jsonl")):
         for line in queue.read_text().splitlines():
             job = json.loads(line)

@@ -97,6 +97,21 @@ def test_rows_of_other_studies_count_where_the_cell_is_the_same(tmp_path: Path) 
     )
 
 
+def test_a_row_of_sites_that_sent_less_counts_where_the_rule_would_not_have_read_more(tmp_path: Path) -> None:
+    rules = ["fedavg", "best"]
+    plain = list(cells(grid(methods=["fedavg"], fusions=rules)))
+    place = write(tmp_path / "mine.jsonl", [row(cell, accuracy=0.5) for cell in plain])
+    asked = grid(methods=["fedavg"], fusions=rules, settings=["objective.send=[moments]"])
+    assert [cell.rule for cell in standing(asked, place).missing] == ["best"], "best hears moments, fedavg does not"
+    both = list(cells(asked))
+    write(place, [row(cell, accuracy=0.6) for cell in both])
+    assert standing(grid(methods=["fedavg"], fusions=rules), place).rows == {}, "not the other way: its bytes are more"
+    write(place, [row(plain[0], accuracy=0.5), row(both[0], accuracy=0.6)])
+    assert {one["accuracy"] for one in standing(asked, place).rows.values()} == {0.6}, "the row of the cell itself wins"
+    write(place, [row(both[0], accuracy=0.6), row(plain[0], accuracy=0.5)])
+    assert {one["accuracy"] for one in standing(asked, place).rows.values()} == {0.6}, "whichever comes first"
+
+
 def test_the_grids_of_auroras_tables_find_the_rows_that_were_run_before() -> None:
     """Which rows of the repository are cells of the new grids: a changed setting in one of them would lose these."""
     results = Path(__file__).parents[2] / "results"

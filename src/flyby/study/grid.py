@@ -21,6 +21,7 @@ from flyby.engines.engine import engine_named
 from flyby.errors import BadInput, Diverged, unknown
 from flyby.files import digest, write_text
 from flyby.fusion import FUSIONS
+from flyby.fusion.base import Fusion
 from flyby.machine import hardware, pick_device, versions
 from flyby.objectives import OBJECTIVES
 from flyby.runs.config import RunConfig, concerning, make_config, rule_of
@@ -28,6 +29,7 @@ from flyby.runs.folder import Run
 from flyby.runs.methods import METHODS
 from flyby.runs.pipeline import Options, run
 from flyby.settings import build
+from flyby.statistics.catalogue import named
 from flyby.study.catalogue import SUFFIX, Study, packaged
 from flyby.study.rounds import RoundSettings, round_settings, run_rounds
 from flyby.study.strengths import strengths
@@ -86,13 +88,16 @@ def _cells(study: Study, data_root: Path | None) -> Iterator[Cell]:
         ):
             for rule in study.fusions or [""]:
                 for drawn in server_draws(study, method, rule):
-                    logical, config = _configs(study, data_root, world, method, rule, drawn, threats(attack, admission))
-                    former = () if attack or admission or editions(logical) else former_keys(logical)
-                    named = rule or "own"
-                    yield Cell(config, key_of(logical), data, named, former, attack, admission, variant)
+                    asked = threats(attack, admission)
+                    logical, config, made = _configs(study, data_root, world, method, rule, drawn, asked)
+                    equal = [logical, *lean(logical, made)]
+                    key, *former = [key_of(one) for one in equal]
+                    if not (attack or admission or editions(logical)):
+                        former += [old for one in equal for old in former_keys(one)]
+                    yield Cell(config, key, data, rule or "own", tuple(former), attack, admission, variant)
         for words in study.rounds:
             many = round_settings(words)
-            logical, config = _configs(study, data_root, world, "fedavg", "", [], [])
+            logical, config, _ = _configs(study, data_root, world, "fedavg", "", [], [])
             key = digest([key_of(logical), many.model_dump(exclude_unset=True)])
             yield Cell(config, key, data, many.said(config), variant=variant, rounds=many)
 
@@ -105,8 +110,9 @@ def _configs(
     rule: str,
     drawn: list[str],
     threats: list[str],
-) -> tuple[RunConfig, RunConfig]:
-    """What is asked for, with the data's name as the study has it, which the key is made of; and with its place."""
+) -> tuple[RunConfig, RunConfig, Fusion | None]:
+    """What is asked for, with the data's name as the study has it, which the key is made of; with its place; and the
+    rule."""
     seed, data, split, clients, alpha, variant = world
     name, _, settings = rule.partition(":")
     words: dict[str, Any] = {
@@ -126,8 +132,7 @@ def _configs(
     place = str((data_root / data).resolve()) if data_root is not None and (data_root / data).exists() else data
     logical = make_config(method, data={"name": data}, split=shape, **words)
     config = logical if place == data else make_config(method, data={"name": place}, split=shape, **words)
-    check_cell(config)
-    return logical, config
+    return logical, config, check_cell(config)
 
 
 def server_draws(study: Study, method: str, rule: str) -> list[list[str]]:
@@ -147,14 +152,28 @@ def threats(attack: str, admission: str) -> list[str]:
     return asked + ([f"admission={admission}"] if admission not in ("", "none") else [])
 
 
-def check_cell(config: RunConfig) -> None:
-    """Refuse what needs no data to be seen to fail, so that a study stops before its first cell and not at its last."""
+def check_cell(config: RunConfig) -> Fusion | None:
+    """The rule of a cell. What needs no data to be seen to fail is refused here, so that a study stops before its first
+    cell and not at its last."""
     if config.split.name not in SPLITS:
         raise unknown("split", config.split.name, SPLITS)
     method = METHODS[config.method]
     objective = OBJECTIVES[method.objective]
     settings = build(objective.settings_type, {**method.objective_settings, **config.objective}, "objective")
-    rule_of(config, method, objective, settings)
+    return rule_of(config, method, objective, settings)
+
+
+def lean(config: RunConfig, rule: Fusion | None) -> list[RunConfig]:
+    """The same cell where sites send no more than the rule reads, if they were asked for more: its answer is the same,
+    so that such a row counts too."""
+    asked = config.objective.get("send", [])
+    read = [text for text in asked if rule is None or named(text)[0] in rule.reads]
+    if len(read) == len(asked):
+        return []
+    objective = (
+        {**config.objective, "send": read} if read else {k: v for k, v in config.objective.items() if k != "send"}
+    )
+    return [config.model_copy(update={"objective": objective})]
 
 
 def key_of(config: RunConfig) -> str:
@@ -238,10 +257,12 @@ class Standing:
 def standing(study: Study, path: Path, grid: list[Cell] | None = None, data_root: Path | None = None) -> Standing:
     """``grid`` are the study's cells where they are known: to find them takes a millisecond each."""
     grid = list(cells(study, data_root)) if grid is None else grid
-    names = {key: cell.key for cell in grid for key in (cell.key, *cell.former)}
+    own = {cell.key: cell.key for cell in grid}
+    names = {key: cell.key for cell in grid for key in cell.former} | own
     lent = (row for name in study.rows for row in read_rows(path.with_name(f"{name}.jsonl")) if row["key"] in names)
     found = {row["key"]: row for row in (*lent, *read_rows(path))}.values()  # its own come first
-    rows = {names[row["key"]]: row for row in found if row["key"] in names}
+    fitting = sorted((row for row in found if row["key"] in names), key=lambda row: row["key"] in own)
+    rows = {names[row["key"]]: row for row in fitting}
     return Standing(path.stem, study, grid, rows, len(found) - len(rows))
 
 
