@@ -89,7 +89,7 @@ def drawings() -> dict[str, str]:
 def main() -> None:
     for name, svg in drawings().items():
         write_text(IMAGES / f"findings-{name}.svg", svg)
-    shutil.copy(RESULTS / "aurora-lambda-digits.lambda.svg", IMAGES / "findings-lambda.svg")
+    shutil.copy(RESULTS / "aurora-lambda.lambda.svg", IMAGES / "findings-lambda.svg")
     print(json.dumps(sorted(path.name for path in IMAGES.glob("findings-*.svg"))))
 
 

@@ -516,6 +516,15 @@ def test_a_table_by_hand_with_published_figures_beside_ours(tmp_path: Path) -> N
     assert "2 of 8 cells have no row yet (-: none of its seeds); `flyby study tiny.yaml` runs them." in text
 
 
+@pytest.mark.parametrize("more", [{"clients": [1]}, {"splits": ["iid"]}])
+def test_no_published_figure_stands_beside_one_client_or_a_split_without_alpha(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    study = tiny(**more)
+    written(tmp_path / "tiny.jsonl", *invented(study, lambda _: 0.5))
+    assert "published" not in render(study, tmp_path / "tiny.jsonl", PUBLISHED)
+
+
 def test_settings_that_differ_get_tables_of_their_own_and_own_rules_their_names(tmp_path: Path) -> None:
     study = tiny(methods=["local", "fafi"], fusions=[], clients=[3, 5], splits=["dirichlet", "iid"])
     written(tmp_path / "tiny.jsonl", *invented(study, lambda c: c.config.split.clients / 10))

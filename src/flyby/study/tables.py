@@ -63,8 +63,9 @@ def sheet(now: Standing, place: Path, figures: list[Row] | None = None) -> Sheet
     for group in sorted(groups):
         data, model, clients, split, epochs = group
         shown = Shown(now, groups[group], group)
-        # Published figures are of classes shared out at random by alpha; anything else is another setting.
-        printed = [f for f in figures if f["data"] == data and SplitSettings(name=split).uses_alpha]
+        # Published figures are of classes shared out by alpha among several clients; anything else is another setting.
+        shared = clients > 1 and SplitSettings(name=split).uses_alpha
+        printed = [f for f in figures if shared and f["data"] == data]
         tables = shown.tables(printed)
         tables[-1] = _with_missing(tables[-1], shown)
         tables += measured(now.study.shows, shown.rows, shown.line, _of_size(printed, clients), shown.facts)
