@@ -679,6 +679,16 @@ def test_unknown_names_are_met_with_near_ones(home: Path) -> None:
     assert "does not say who wrote" in rejected("digits", column="user")
 
 
+def test_a_name_of_flybys_own_is_no_folder_that_happens_to_be_there(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tree(home / "digits", make_images(8), LABELS)
+    make_tree(home / "mine", make_images(8), LABELS)
+    monkeypatch.chdir(home)
+    assert DataSettings(name="digits", test="digits-32").absolute() == DataSettings(name="digits", test="digits-32")
+    assert DataSettings(name="mine", test="digits").absolute() == DataSettings(name=str(home / "mine"), test="digits")
+
+
 def test_folders_without_data(home: Path) -> None:
     assert "is empty" in rejected(home)
     (home / "readme.txt").write_text("")

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 
 from flyby.data.classes import match, unknown_classes
 from flyby.data.dataset import DataBundle, Dataset
-from flyby.data.sources import Reading, load
+from flyby.data.sources import SOURCES, Reading, load
 from flyby.files import digest
 from flyby.settings import Grown
 
@@ -62,7 +62,8 @@ class DataSettings(Grown):
 
     def absolute(self) -> DataSettings:
         """The same data, named so that a process in another folder finds it."""
-        here = {key: Path(name) for key, name in (("name", self.name), ("test", self.test)) if name is not None}
+        names = {"name": self.name, "test": self.test}
+        here = {key: Path(name) for key, name in names.items() if name is not None and name not in SOURCES}
         return self.model_copy(update={key: str(path.resolve()) for key, path in here.items() if path.exists()})
 
 
