@@ -27,7 +27,7 @@ class Diverged(FlybyError):
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> BadInput:
     """The error for an unknown name, with the nearest known names suggested."""
-    names = sorted(known)
+    names = sorted(set(known))
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(names)}."
     return BadInput(f"unknown {kind} {name!r}; {hint}")

@@ -670,6 +670,7 @@ def test_progress_is_a_bar_on_a_terminal(
 
 def test_unknown_names_are_met_with_near_ones(home: Path) -> None:
     assert "did you mean 'digits'" in rejected("digit")
+    assert rejected("nothing-like-it").count("FOLDER") == 1, "though two kinds of source are folders"
     assert "digits-32" in rejected("nothing-like-it")
     assert "does not exist" in rejected(home / "absent")
     assert "does not exist" in rejected("absent.npz")
