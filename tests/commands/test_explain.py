@@ -71,6 +71,13 @@ def test_a_rule_says_whom_it_fits_and_what_to_ask_for() -> None:
     assert {"salt", "aurora", "bearings"} <= set(explain("iffi")[0]["objectives"])
 
 
+def test_a_key_of_several_rules_is_said_for_each() -> None:
+    text = done("explain", "fusion.lr").out
+    assert "\n\n\n" not in text
+    for card in explain("fusion.lr"):
+        assert f"(of {', '.join(card['keys'][0]['of'])})" in " ".join(text.split()), card
+
+
 def test_groups_models_and_single_keys() -> None:
     assert {row["key"] for row in explain("train")[0]["keys"]} >= {"train.lr", "train.epochs", "train.dp_epsilon"}
     assert explain("resnet18")[0]["parameters"] == 11_173_962

@@ -91,7 +91,8 @@ def _card(card: Row, shown: set[str]) -> Iterator[str]:
         if f"{label} {text}" not in shown:
             yield _filled(f"  {label}", text, 18)
         shown.add(f"{label} {text}")
-    fresh = [row for row in card["keys"] if f"{row['key']}{row['default']}" not in shown]
+    asked = card["kind"] == "setting"  # one key of several owners: each is what was asked for
+    fresh = [row for row in card["keys"] if asked or f"{row['key']}{row['default']}" not in shown]
     shown |= {f"{row['key']}{row['default']}" for row in fresh}
     if fresh and card["kind"] != "setting":
         yield "  --set KEY=VALUE, here with the defaults:"
