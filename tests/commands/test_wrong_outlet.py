@@ -75,11 +75,13 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # (the command in the folder of these things, what its one sentence says)
 WRONG = [
     # what is no model, to each of the four
-    ("predict nowhere x.png", "nowhere is not a model: it has no model.json"),
-    ("serve nowhere", "nowhere is not a model"),
-    ("export nowhere --out o", "nowhere is not a model"),
-    ("evaluate nowhere --data data.npz", "nowhere is not a model"),
-    ("predict empty x.png", "empty is not a model"),
+    ("predict nowhere x.png", "nowhere does not exist; name a model folder"),
+    ("serve nowhere", "nowhere does not exist"),
+    ("export nowhere --out o", "nowhere does not exist"),
+    ("evaluate nowhere --data data.npz", "nowhere does not exist"),
+    ("fuse --add half.parcel nowhere", "nowhere does not exist"),
+    ("fuse --add half.parcel note.txt", "note.txt is a file, and no model folder"),
+    ("predict empty x.png", "empty is not a model: it has no model.json"),
     ("serve empty", "empty is not a model"),
     ("export notes --out o", "notes is not a model"),
     ("predict note.txt x.png", "is not a parcel"),

@@ -427,9 +427,10 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, how: str) -> None:
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
-    for name in ("nothing", "."):
-        with pytest.raises(BadInput, match=r"not a model"):
-            load_predictor(tmp_path / name)
+    with pytest.raises(BadInput, match=r"nothing does not exist; name a model folder"):
+        load_predictor(tmp_path / "nothing")
+    with pytest.raises(BadInput, match=r"not a model"):
+        load_predictor(tmp_path)
     (tmp_path / "file").write_text("hello")
     with pytest.raises(BadInput, match="not a parcel"):
         load_predictor(tmp_path / "file")

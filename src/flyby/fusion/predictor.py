@@ -257,6 +257,10 @@ def model_folder(folder: Path) -> Path:
     """The model folder that a path means: itself, or ``global`` in a run folder."""
     if not (folder / MODEL).is_file() and (folder / "global" / MODEL).is_file():
         return folder / "global"
+    if not folder.exists():
+        raise BadInput(f"{folder} does not exist; name a model folder that flyby fuse wrote, a run folder or a .parcel")
+    if folder.is_file():
+        raise BadInput(f"{folder} is a file, and no model folder that flyby fuse wrote; name one")
     if not (folder / MODEL).is_file():
         raise BadInput(
             f"{folder} is not a model: it has no model.json (flyby fuse writes such a folder), and it is not a .parcel"
