@@ -25,9 +25,10 @@ class Diverged(FlybyError):
     exit_code = 3
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> BadInput:
-    """The error for an unknown name, with the nearest known names suggested."""
+def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> BadInput:
+    """The error for an unknown name, with the nearest known names suggested; where none is near, all of them, or of
+    many ``where`` to read them."""
     names = sorted(set(known))
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(names)}."
+    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else where or f"known: {', '.join(names)}."
     return BadInput(f"unknown {kind} {name!r}; {hint}")

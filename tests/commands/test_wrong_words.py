@@ -71,6 +71,8 @@ OTHERS: list[tuple[str, tuple[str, ...]]] = [
     ("explain", ("Missing argument 'NAME'",)),
     ("explain a b", ("unexpected extra argument (b)",)),
     ("explain train.lr.x", ("unknown name 'train.lr.x'", "'train.lr'")),
+    ("explain digits", ("unknown name 'digits'; `flyby methods` lists what there is",)),
+    ("study nothing-alike", ("unknown study 'nothing-alike'; `flyby study --list` shows",)),
     ("study --lst", ("No such option: --lst", "--list")),
     ("study none.yaml", ("none.yaml does not exist", "flyby study --list")),
     ("study key.yaml", ("unknown key.yaml setting 'fusion'", "'fusions'")),

@@ -93,7 +93,7 @@ def explain(name: str) -> list[Row]:
             *GROUPS,
             *(r["key"] for r in everything()),
         }
-        raise unknown("name", name, names)
+        raise unknown("name", name, names, "`flyby methods` lists what there is, `flyby data` the data and the splits")
     return found
 
 

@@ -64,7 +64,9 @@ def read_study(name: str) -> tuple[str, Study]:
         return name, _read(known[name])
     if re.search(r"[/\\]|\.ya?ml$", name):
         raise BadInput(f"{name} does not exist; name a {SUFFIX} file, or one that `flyby study --list` shows")
-    raise unknown("study", name, known)
+    raise unknown(
+        "study", name, known, "`flyby study --list` shows those there are, and a .yaml file is one of your own"
+    )
 
 
 def titles() -> dict[str, str]:
