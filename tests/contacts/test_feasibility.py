@@ -146,6 +146,7 @@ def test_a_parcel_s_own_sizes(tmp_path: Path) -> None:
         ("movers absent.xml --out p.csv", "does not exist"),
         ("convert absent.csv p.ion", "does not exist"),
         ("feasibility absent.csv --size 45MB", "does not exist"),
+        ("feasibility plan.xyz --size 45MB", "call it .csv, .json, .ion, .ionrc, .rc, .one, .txt, or say it to"),
         ("feasibility p.csv", "--size 45MB, or --parcel"),
         ("feasibility p.csv --size 45MB --acquisition -1", "acquisition"),
     ],

@@ -318,7 +318,10 @@ def kind_of(path: Path | str, named: str | None) -> str:
         return named
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise BadInput(f"the format of {path} is not known by its name; name it {', '.join(READ)} (--from, --to)")
+        raise BadInput(
+            f"the format of {path} is not known by its name; call it {', '.join(SUFFIXES)}, or say it to flyby contacts"
+            f" convert ({', '.join(READ)}: --from, --to)"
+        )
     return SUFFIXES[suffix]
 
 
