@@ -16,6 +16,7 @@ from flyby.fusion.ensembles.experts import ExpertsPredictor
 from flyby.fusion.predictor import Ensemble, Single
 from flyby.meeting import VARIANTS, History, OrientSettings, orient
 from flyby.meeting.admit import read_inbox
+from flyby.meeting.pipeline import neighbours
 from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 
@@ -80,6 +81,7 @@ def test_gossip_is_the_mean_of_own_and_received_of_one_architecture(nodes: dict[
     key = "backbone.conv1.weight"
     torch.testing.assert_close(made.own.weights[key], (own.weights[key] + nodes["n1"][1].weights[key]) / 2)
     assert made.log == ["left out other: averaging needs one architecture"]
+    assert neighbours(made.rows, made.facts) == ["n1"]
 
 
 def test_kept_peers_are_scored_again_and_not_adapted_again(nodes: dict[str, tuple[Site, Parcel]]) -> None:

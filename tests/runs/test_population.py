@@ -12,6 +12,7 @@ import pytest
 from factories import call, done, make_stripes, one_line, result_of
 from flyby.fusion import load_predictor
 from flyby.meeting import Schedule
+from flyby.meeting.pipeline import neighbours
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
 from flyby.report.nodes import sections_of, slope_chart
@@ -137,6 +138,9 @@ def test_variants_share_their_pretraining(tmp_path: Path, data: Path) -> None:
     node = read(out / "fol-an" / "nodes" / "site-0.json")
     assert node["answer"] == node["rounds"][-1]["teacher"]
     assert load_predictor(out / "fol-an" / "personal" / "site-0").kind == "ensemble"
+    rounds = [read(out / name / "nodes" / "site-0.json")["rounds"][0] for name in ("fol-an", "gossip")]
+    met = [sorted(neighbours(one["candidates"], one)) for one in rounds]
+    assert met[0] == met[1] != [], "an average is of neighbours too"
 
 
 def test_neighbours_may_send_their_current_model(tmp_path: Path, data: Path) -> None:

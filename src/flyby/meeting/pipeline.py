@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,6 +100,11 @@ class Personal:
     rows: list[dict[str, Any]]
     facts: dict[str, Any]
     log: list[str]
+
+
+def neighbours(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> list[str]:
+    """Whose models a round used, of its rows and facts: those it could choose from, or took the mean of."""
+    return [row["sender"] for row in rows if row["sender"] != SELF] or list(facts.get("averaged", ()))
 
 
 @dataclass(frozen=True)
@@ -316,6 +321,7 @@ def average_stage(work: Work) -> None:
     mean = FedAvg(AverageSettings(weights=work.settings.gossip)).fuse(Inbox([work.own_parcel, *same]))
     assert isinstance(mean, Single)
     work.student, work.teacher, work.peers = mean, mean, []
+    work.facts["averaged"] = [p.manifest.sender for p in same]  # no candidate is left to tell
 
 
 STAGES: Registry[Stage] = Registry(

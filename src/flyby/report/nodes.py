@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyby.drawing import ACCENT, INK, NARROW, PALETTE, Drawing, canvas, clean, place_axes, wide
 from flyby.errors import BadInput
+from flyby.meeting.pipeline import neighbours
 from flyby.meeting.settings import VARIANTS
 from flyby.report import figures, page
 from flyby.report.figures import Panel
@@ -355,9 +356,7 @@ def meetings(facts: NodeFacts) -> dict[str, Any]:
             for c in one["candidates"]
             if c["chosen"]
         )
-        rows.append(
-            [name, number, sum(c["sender"] != "self" for c in one["candidates"]), chosen, "; ".join(one["log"])]
-        )
+        rows.append([name, number, len(neighbours(one["candidates"], one)), chosen, "; ".join(one["log"])])
     text = "Who was in the ensemble, with its weight, and what was refused or left out and why."
     return {
         "title": "Meetings",

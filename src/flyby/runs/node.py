@@ -24,7 +24,7 @@ from flyby.fusion.evaluation import accuracy, scores_of
 from flyby.fusion.predictor import Predictor, Single, check_replaceable, save_predictor
 from flyby.machine import pick_device
 from flyby.meeting.admit import read_inbox
-from flyby.meeting.pipeline import History, Personal, check_site, orient
+from flyby.meeting.pipeline import History, Personal, check_site, neighbours, orient
 from flyby.meeting.settings import VARIANTS, OrientSettings, stage_defaults
 from flyby.parcels import parcel
 from flyby.parcels.gate import Gate, remember
@@ -127,7 +127,7 @@ class Round:
             "version": made.own.manifest.meta.get("version", 0),
             "own": made.own.digest,
             "images": {"train": len(self.site.train), "val": len(self.site.val)},
-            "used": len(made.rows) - 1,
+            "used": len(neighbours(made.rows, made.facts)),
             "chosen": [one["sender"] for one in made.rows if one["chosen"]],
             "kept": [peer.sender for peer in made.kept],
             "before": _standing(alone(old), self),

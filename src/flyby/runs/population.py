@@ -28,7 +28,7 @@ from flyby.fusion.predictor import Predictor, Single, save_predictor
 from flyby.machine import as_a_site
 from flyby.meeting.candidate import Candidate
 from flyby.meeting.collect import Schedule, make_schedule, record_round
-from flyby.meeting.pipeline import History, Personal, orient
+from flyby.meeting.pipeline import History, Personal, neighbours, orient
 from flyby.meeting.settings import VARIANTS, FleetSettings, stage_defaults
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger
@@ -348,7 +348,7 @@ def common_means(facts: Mapping[str, dict[str, Any]]) -> dict[str, float]:
 
 def _say(name: str, facts: dict[str, Any]) -> None:
     for one in facts["rounds"]:
-        peers = sum(c["sender"] != "self" for c in one["candidates"])
+        peers = len(neighbours(one["candidates"], one))
         log.info(
             "%s round %d: %d neighbours, %d notes, local %.4f, student %.4f, teacher %.4f, %.1f s",
             *(name, one["round"], peers, len(one["log"]), facts["local"], one["student"], one["teacher"]),
