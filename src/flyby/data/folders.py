@@ -43,6 +43,7 @@ def tree_of(root: Path, nested: bool) -> Tree:
     check_labels(classes, str(root))  # a name that is no text could not stand in the cache's key either
     if not classes:
         what = "is empty" if not any(root.iterdir()) else "holds neither Parquet files nor class folders"
+        what += ", but images: if it is one class, name the folder above it" if _own_images(root) else ""
         raise BadInput(
             f"the folder {root} {what}; give FOLDER/CLASS/*.png, FOLDER/train-00000-of-00001.parquet, or a table of"
             " path,label"
