@@ -258,6 +258,21 @@ def test_steps_are_measured() -> None:
     assert 0 < seconds_per_image(recipe.spec, "cpu", learns=False) < 1
 
 
+def test_a_training_that_goes_on_counts_what_was_done_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: float(next(clock)))
+    bar = progress.Progress("training", 6, 2)
+    row = {"site": "a", "epoch": 5, "loss": 0.5, "samples_per_second": 10.0}
+    with caplog.at_level(logging.INFO, "flyby"):
+        for site, epoch in (("a", 5), ("a", 6), ("b", 5), ("b", 6)):
+            bar.on_epoch({**row, "site": site, "epoch": epoch})
+    told = [record.getMessage().rpartition("img/s, ")[2] for record in caplog.records]
+    assert [line.partition("%")[0] for line in told] == ["42", "50", "92", "100"]
+    assert told[-1] == "100%, about 0 s left"
+
+
 def test_there_is_never_a_silent_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(progress, "SILENT", 0.05)
     with caplog.at_level(logging.INFO, "flyby"), progress.Progress("training a", 4, 1, images=100) as bar:

@@ -26,6 +26,8 @@ class Progress:
         self.title, self.total, self.epochs, self.sites, self.quiet = title, epochs * sites, epochs, sites, quiet
         self.done, self.samples, self.started, self.spoken = 0, 0.0, time.perf_counter(), time.perf_counter()
         self.images, self.seen, self.first = images, 0, 0.0  # images seen, and when the first of them were
+        self.begun: set[str] = set()
+        self.before = 0  # site-epochs of an earlier, interrupted training
         self._bar: Any = None
         self._task: Any = None
         self._ended = threading.Event()
@@ -69,6 +71,10 @@ class Progress:
             self._bar.update(self._task, completed=self.done + inside)
 
     def on_epoch(self, row: Row) -> None:
+        if row["site"] not in self.begun:
+            self.begun.add(row["site"])
+            self.before += row["epoch"] - 1
+            self.done += row["epoch"] - 1
         self.done += 1
         self.seen = self.done * self.images
         held = f" held-out {row['val_accuracy']:.3f}" if self.images and "val_accuracy" in row else ""
@@ -80,7 +86,7 @@ class Progress:
             self._bar.update(self._task, completed=self.done, note=note)
         elif not self.quiet and (row["epoch"] == self.epochs or time.perf_counter() - self.spoken > 5):
             self.spoken = time.perf_counter()
-            left = (self.spoken - self.started) / self.done * (self.total - self.done)
+            left = (self.spoken - self.started) / (self.done - self.before) * (self.total - self.done)
             log.info("%s: %s, %.0f%%, about %.0f s left", self.title, note, 100 * self.done / self.total, left)
 
     def standing(self) -> str:
@@ -92,7 +98,8 @@ class Progress:
         if share == 1:
             return f"{self.title}: trained, now measuring what it will send"
         epoch = min(self.epochs, self.seen // self.images + 1)
-        rate, left = self.seen / (now - self.first), (now - self.first) * (1 - share) / share
+        rate = (self.seen - self.before * self.images) / (now - self.first)
+        left = (self.images * self.total - self.seen) / rate
         told = f"{self.title}: epoch {epoch}/{self.epochs}, {rate:,.0f} img/s"
         return f"{told}, {100 * share:.0f}%, about {left:.0f} s left"
 
