@@ -22,6 +22,7 @@ from flyby.fusion import FUSIONS, load_predictor, save_predictor
 from flyby.fusion.alignment import Aligned, aligned, holdings, onto, remarks, rows_of, table
 from flyby.fusion.base import Server
 from flyby.fusion.closed.kept import region_of, taken_out
+from flyby.fusion.distilled.teachers import teacher_of
 from flyby.fusion.robust import middle, middle_of_those
 from flyby.meeting.admit import for_classes
 from flyby.models import ModelSpec
@@ -224,6 +225,21 @@ def test_prototypes_and_shifted_prototypes_are_fused_over_those_who_know_the_cla
     rows = rows_of(inbox.read(1))["head.prototypes"][:, :, 0]
     assert rows.tolist() == [[1, 1, 0], [1, 11, 10], [1, 21, 20], [1, 31, 30]]  # cat as the other site has it
     assert rows_of(inbox.read(0))["head.prototypes"][0, :, 0].tolist() == [1, 2, 0]
+
+
+def test_a_rule_inside_another_has_the_parcels_as_it_wants_them() -> None:
+    """A rule that distils keeps networks whole; one that it starts from, or learns from, may fill missing rows."""
+    items = [A, B, made("c", ("cat", "fox"), 10, [row(3), row(7)], [0.1, 0.2])]
+    whole = aligned(Inbox(items), ["weights", "class_counts"], whole=True)
+    for rule in ("fedavg", "iffi", "ensemble"):
+        inside, alone = FUSIONS[rule]().fuse(whole).state_dict(), FUSIONS[rule]().fuse(Inbox(items)).state_dict()
+        assert inside.keys() == alone.keys(), rule
+        assert all(torch.equal(inside[name], value) for name, value in alone.items()), rule
+    student = fused("feddf", items).networks[0]
+    assert not student.spec.partial, "who lacks a class took it away from the average"
+    assert torch.allclose(student.head.bias, fused("fedavg", items).networks[0].head.bias, atol=0.02)
+    taught = teacher_of("probabilities", Inbox(items), Server())
+    assert torch.equal(taught(IMAGES), FUSIONS["ensemble"]().fuse(Inbox(items))(IMAGES))
 
 
 def test_the_middle_of_those_who_know_a_class() -> None:

@@ -20,6 +20,7 @@ from flyby.data.dataset import Dataset
 from flyby.data.site import Part
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox
+from flyby.fusion.alignment import aligned
 from flyby.fusion.base import Server
 from flyby.fusion.distilled.compact import Compact, CompactSettings, inherit, sharpness
 from flyby.fusion.distilled.dense import DenseSettings
@@ -391,6 +392,13 @@ def test_the_student_starts_at_the_largest_clients_backbone() -> None:
     assert torch.equal(network.head.weight, head), "sender 2 is larger, of another architecture; heads are not taken"
     made_one = Compact(CompactSettings(**TINY)).fuse(Inbox([made(0, prototypes), made(1, prototypes)]))
     assert made_one.specs[0] == CNN, "with a linear head"
+    one, other = made(0), made(3)
+    other = parcel.make(weights=other.weights, **{**other.manifest.facts, "class_names": ("bee", "cat", "dog")})  # type: ignore[typeddict-item]
+    whole = aligned(Inbox([one, other]), ["weights"], whole=True)
+    network = whole.manifests[0].spec.replace(partial=False).build(generator("student"))
+    inherit(network, whole)
+    theirs = whole.read(1).weights
+    assert all(torch.equal(t, theirs[name]) for name, t in network.state_dict().items() if name.startswith("backbone."))
 
 
 @pytest.mark.parametrize("source", ["auto", "both", "synthetic"])

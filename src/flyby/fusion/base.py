@@ -16,7 +16,7 @@ from flyby.data.classes import fitted
 from flyby.data.dataset import Dataset
 from flyby.data.site import Part, part_of
 from flyby.errors import BadInput
-from flyby.fusion.alignment import aligned
+from flyby.fusion.alignment import Aligned, aligned
 from flyby.fusion.predictor import Predictor
 from flyby.machine import as_a_site
 from flyby.models import ModelSpec
@@ -81,7 +81,7 @@ class Fusion(ABC):
         that holds a number which is not finite is nobody's."""
         if len(parcels.class_names) < 2:
             raise BadInput(f"the parcels know one class, {parcels.class_names[0]}, so there is nothing to tell apart")
-        if not parcels.one_list:
+        if isinstance(parcels, Aligned) or not parcels.one_list:  # another rule may have wanted them otherwise
             shares = None if self.heterogeneous else self.row_shares(parcels)
             parcels = aligned(parcels, self.reads, whole=self.heterogeneous, shares=shares)
             self.check_members(parcels)

@@ -132,7 +132,7 @@ def inherit(network: Network, parcels: Inbox) -> None:
     alike = [
         (m.samples, -k)
         for k, m in enumerate(parcels.manifests)
-        if m.spec.replace(head=network.spec.head, logit_scale=False) == network.spec
+        if m.spec.replace(head=network.spec.head, logit_scale=False, partial=False) == network.spec
     ]
     if alike:
         theirs = parcels.read(-max(alike)[1]).network().state_dict()

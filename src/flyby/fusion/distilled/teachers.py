@@ -26,6 +26,7 @@ from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from flyby.errors import BadInput, unknown
+from flyby.fusion.alignment import aligned
 from flyby.fusion.base import FUSIONS, Fusion, Server
 from flyby.fusion.distilled.batchnorm import Apart, distance, norms, with_distance, without_distance
 from flyby.fusion.distilled.frozen import as_written, compiled, frozen
@@ -72,6 +73,7 @@ def rule_of(word: str) -> Fusion:
 def teacher_of(word: str, parcels: Inbox, server: Server, weights: list[float] | None = None) -> Predictor:
     """The teacher as a predictor of its own, to be judged or kept; ``weights`` are those that a mean learned."""
     if word in MEANS:
+        parcels = aligned(parcels, ("weights",), whole=True)
         specs = [m.spec for m in parcels.manifests]
         networks, held = parcels.networks(), parcels.held
         return Ensemble(specs, parcels.class_names, networks, mean=word, weights=weights or (), held=held)
