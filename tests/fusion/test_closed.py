@@ -19,7 +19,7 @@ from flyby.data.site import Part, Site
 from flyby.data.sources import load
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Server
-from flyby.fusion.closed.base import NEVER, ClosedForm, Contributions, Linear
+from flyby.fusion.closed.base import NEVER, ClosedForm, Contributions, Linear, without
 from flyby.fusion.closed.kept import Kept, read_kept, region_of, write_kept
 from flyby.fusion.closed.ridge import GRID, Centred, cross_validated, left_out, squared_error
 from flyby.fusion.predictor import Predictor
@@ -283,7 +283,15 @@ def test_a_class_without_images_is_never_an_answer(digits: Images, rule: str) ->
     with torch.no_grad():
         answers = model(digits.images)
     assert int(answers.argmax(1).max()) == 2
-    assert bool((answers[:, 3:] == NEVER).all())
+    assert torch.allclose(answers[:, 3:], answers[:, :3].mean(1, keepdim=True) + NEVER, atol=1e-2)
+
+
+def test_however_low_the_scores_are_a_class_without_images_is_lower() -> None:
+    """Of few images and many features LDA says -5,000 of whatever is like none of them."""
+    head = Linear(torch.tensor([[2.0, 0.0], [0.0, 0.0], [0.0, 4.0]]), torch.tensor([-5000.0, 0.0, -7000.0]))
+    made = without(head, torch.tensor([3, 0, 5]))
+    assert made.weight.tolist() == [[2, 0], [1, 2], [0, 4]]
+    assert made.bias.tolist() == [-5000, NEVER - 6000, -7000]
 
 
 def test_features_that_are_not_finite_name_the_image(digits: Images, monkeypatch: pytest.MonkeyPatch) -> None:

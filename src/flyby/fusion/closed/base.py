@@ -30,7 +30,7 @@ from flyby.statistics.extras import sent
 from flyby.statistics.feature_sums import NAME, Choice, FeatureSums, Sums, choice_of, random_rows
 
 KIND = FeatureSums()
-# The score of a class that no site holds: below all others, and still a number.
+# How far the score of a class that no site holds lies below the mean of the others, which is never above the best.
 NEVER = -1e3
 
 
@@ -75,8 +75,9 @@ class ClosedForm(Fusion):
 
 def without(head: Linear, counts: Tensor) -> Linear:
     """The same head, which never answers with a class of which there was no image."""
-    absent = counts.to(head.bias.device) == 0
-    return Linear(head.weight.masked_fill(absent[:, None], 0.0), head.bias.masked_fill(absent, NEVER))
+    held = counts.to(head.bias.device) > 0
+    weight, bias = head.weight[held].mean(0), head.bias[held].mean() + NEVER
+    return Linear(torch.where(held[:, None], head.weight, weight), torch.where(held, head.bias, bias))
 
 
 class Contributions:
