@@ -18,16 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sklearn.cluster import AgglomerativeClustering  # type: ignore[import-untyped]
+from sklearn.cluster import AgglomerativeClustering
 
 import flyby
-from flyby.data.dataset import Dataset
 from flyby.data.splits import Split
 from flyby.fusion.base import Server
 from flyby.fusion.weights.average import FedAvg
 from flyby.parcels import parcel
 from flyby.parcels.inbox import Inbox, unshifted
-from flyby.parcels.parcel import Parcel
+from flyby.parcels.parcel import Facts, Parcel
 from flyby.runs.config import RunConfig, data_of
 from flyby.runs.folder import Run
 from flyby.settings import build
@@ -57,14 +56,16 @@ def averaged(items: Sequence[Parcel], name: str) -> Parcel:
     rows = torch.stack([item.weights[ROWS] for item in inbox])
     weights[ROWS] = (shares[:, :, None] * rows).sum(0)
     first = items[0].manifest
-    facts = first.facts | {"sender": name, "samples": int(counts.sum()), "meta": {}, "codec": "fp32"}
-    return parcel.make(weights=weights, **{**facts, "counts": tuple(int(n) for n in counts.sum(0))})  # type: ignore[typeddict-item]
+    held = [int(n) for n in counts.sum(0)]
+    facts: Facts = {**first.facts, "sender": name, "samples": sum(held), "counts": held, "meta": {}, "codec": "fp32"}
+    return parcel.make(weights=weights, **facts)
 
 
 def judge(folder: Path, sizes: Sequence[int], device: str) -> list[dict[str, object]]:
     run = Run(folder)
     config = build(RunConfig, {k: v for k, v in run.asked().items() if k != "resolved"}, str(run.config))
-    test: Dataset = data_of(config).load().test
+    test = data_of(config).load().test
+    assert test is not None
     items = [unshifted(parcel.read(run.parcel(name))) for name in Split.load(run.split).shares]
     counts = Inbox(items).counts
     rows = []

@@ -54,7 +54,7 @@ class Generator(nn.Module):
 
     def multiply_adds(self) -> int:
         """Per image."""
-        layers = (self.linear, self.conv1, self.conv2, self.conv3)
+        layers: list[nn.Linear | nn.Conv2d] = [self.linear, self.conv1, self.conv2, self.conv3]
         places = ((1, 1), *self.sizes[1:], self.sizes[2])
         return sum(layer.weight.numel() * math.prod(at) for layer, at in zip(layers, places, strict=True))
 
