@@ -112,6 +112,20 @@ def test_a_teacher_answers_as_the_predictor_it_stands_for(word: str, resident: A
     assert float(found.max()) > 0.34, "it does say something"
 
 
+@pytest.mark.parametrize("rule", ["best", "fedproto"])
+def test_networks_whose_features_differ_in_number_teach_together(rule: str) -> None:
+    """What such rules hear of a member are its features."""
+    wide = made(1, CNN.replace(widths={"conv3": 9}))
+    wide.extras["class-means.means"] = torch.rand((3, 9), generator=generator("means"))
+    items = [parcel.make(weights=one.weights, extras=one.extras, **one.manifest.facts) for one in (made(0), wide)]
+    box, images = Inbox(items), pictures()
+    predictor, teachers = FUSIONS[rule]().fuse(box), Teachers(box, "cpu", teaching=teaching_of(rule, box, Server()))
+    with torch.no_grad():
+        wanted = predictor.chances(predictor(images))
+    found = teachers.answer(torch.full((2,), 0.5), teachers.say(as_unit(images))).softmax(1)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
 def test_the_two_means_by_hand() -> None:
     said = torch.tensor([[[0.0, math.log(9)]], [[math.log(4), math.log(4)]]])  # (.1, .9) and (.5, .5)
     weights = torch.tensor([0.75, 0.25])

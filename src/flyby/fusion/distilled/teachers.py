@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
@@ -129,11 +130,15 @@ class Probabilities(Teaching):
 
 
 class ByRule(Teaching):
-    """A server rule's own answer, from the same networks: only its tables are kept, not its copy of them."""
+    """A server rule's own answer, from the same networks: only its tables are kept, not its copy of them. Voices of
+    networks whose features differ in number are filled up with zeros to one length."""
 
     weighted = False
 
     def __init__(self, predictor: Predictor, device: torch.device | str) -> None:
+        members: Iterable[Any] = predictor.networks if predictor.shelf is None else predictor.shelf
+        with torch.no_grad():
+            self.lengths = [predictor.voice(one, torch.zeros(1, one.feature_dim)).shape[1] for one in members]
         predictor.networks, predictor.shelf = nn.ModuleList(), None
         self.predictor, self.classes = predictor.to(device), len(predictor.class_names)
 
@@ -141,11 +146,14 @@ class ByRule(Teaching):
         features = network.features(x)
         logits: Tensor = network.head(features).float()
         with exactly(x):
-            return torch.cat((logits, self.predictor.voice(network, features.float())), 1)
+            voice = self.predictor.voice(network, features.float())
+            return torch.cat((logits, F.pad(voice, (0, max(self.lengths) - voice.shape[1]))), 1)
 
     def answer(self, weights: Tensor, said: Tensor) -> Tensor:
         with exactly(said):
-            scores = self.predictor.combine(said[:, :, self.classes :].unbind(0), said)
+            ends = [self.classes + length for length in self.lengths]
+            voices = [one[:, self.classes : end] for one, end in zip(said, ends, strict=True)]
+            scores = self.predictor.combine(voices, said)
             return self.predictor.chances(scores).clamp_min(TINY).log()
 
 
