@@ -175,6 +175,8 @@ def test_a_rest_of_one_image_goes_with_the_batch_before_it(monkeypatch: pytest.M
     x = asked(9)
     found = scores_of(predictor, x)
     assert torch.allclose(found[4:].double(), scores(predictor, x[4:]), atol=1e-5)
+    monkeypatch.setattr(evaluation, "VOICES", 1)  # members then speak of one batch at a time
+    assert torch.equal(scores_of(predictor, x, name="nine"), found)
 
 
 def test_moments_must_come_from_somewhere() -> None:

@@ -92,9 +92,9 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
     if type(predictor).combine is Predictor.combine:  # it has a ``forward`` of its own, and nothing to share
         return torch.cat([predictor(piece.to(device)).float().cpu() for piece in torch.split(images, batch)])
     scores, step = [], _piece(predictor)
-    for place, piece in enumerate(torch.split(images, step)):
+    for place, piece in enumerate(torch.split(images, sizes(len(images), step, predictor.least))):
         said = []
-        known = f"{name} {place} {step}" if name else ""
+        known = f"{name} {place} {step} {len(piece)}" if name else ""
         for network in predictor.shelf or predictor.networks:
             seen = LOOKS.features(network, piece, device, known, predictor.shows)  # type: ignore[arg-type]
             parts = [part.to(device) for part in torch.split(seen, sizes(len(piece), batch, predictor.least))]
