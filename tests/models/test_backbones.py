@@ -30,6 +30,7 @@ from flyby.rng import generator
 from flyby.runs.backbones import backbone_at, own
 from flyby.runs.config import make_config, plan
 from flyby.runs.pipeline import Options, run
+from flyby.statistics.decoder import decoder_of
 from flyby.training.loop import train_site
 
 DATA = Path(os.environ.get("FLYBY_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
@@ -253,6 +254,13 @@ def test_heads_on_a_backbone_learn_by_every_kind_of_method(
     assert result.accuracy > floor
     assert result.model == "flyby:cnn-small"
     assert result.bytes_up < 3 * 15_000
+
+
+def test_a_decoder_learns_to_paint_images_and_not_what_a_backbone_makes_of_them(taught: Path) -> None:
+    config = make_config("fedcvae", epochs=1, assignments=[f'model.backbone="{taught}"'])
+    item = train_site(site(), plan(config, config.data.load()).recipe).parcel
+    assert item.manifest.spec.backbone is not None
+    assert tuple(decoder_of(item)(torch.zeros(2, 16), torch.tensor([0, 1])).shape) == (2, 1, 8, 8)
 
 
 @pytest.mark.parametrize(

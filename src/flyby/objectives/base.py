@@ -66,6 +66,7 @@ class Objective(nn.Module):
     trains: ClassVar[bool] = True  # where it does not, a site's epochs are 0
     one_class: ClassVar[bool] = False  # whether there is something to learn where the list has a single class
     per_sample: ClassVar[bool] = False  # whether the loss is a mean over images, each alone, as private training needs
+    pictures: ClassVar[bool] = False  # whether the loss needs the images where a frozen backbone has looked at them
     sends: ClassVar[tuple[str, ...]] = ()  # statistics that it sends without being asked, each also in ``provides``
     training: bool
 

@@ -40,6 +40,7 @@ class Cvae(Supervised):
     about = "a plain classifier, and beside it a conditional VAE whose decoder travels"
     per_sample = False  # it trains a decoder beside the network
     one_class = True  # for the decoder's sake
+    pictures = True  # which it learns to paint
     paper = "FedCVAE: Heinbaugh et al., ICLR 2023"
     provides = Supervised.provides | {"decoder"}
     settings_type: ClassVar[type[ObjectiveSettings]] = CvaeSettings

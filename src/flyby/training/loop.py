@@ -129,7 +129,7 @@ class Session:
         self.objective.to(device)
         self.objective.prepare(self.model, site, seed)
         self.train, self.val, self.learner = site.train, site.val, self.model
-        if views.still and settings.epochs:
+        if views.still and settings.epochs and not self.objective.pictures:
             self.learner, (self.train, self.val) = looked_at(self.model, (site.train, site.val), site.id)
         self.optimizer = make_optimizer(self.model, self.objective, settings)
         self.train, self.val = self.train.to(device), self.val.to(device)
