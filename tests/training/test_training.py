@@ -8,6 +8,7 @@ import math
 import platform
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,22 @@ def test_a_damaged_checkpoint_is_refused(digits: DataBundle, tmp_path: Path) -> 
         path.write_bytes(bad)
         with pytest.raises(BadInput, match="delete it to start this site again"):
             trained(site, folder=tmp_path)
+
+
+def test_a_checkpoint_of_another_training_is_refused(digits: DataBundle, tmp_path: Path) -> None:
+    site = make_site(digits, 60)
+    with pytest.raises(KeyboardInterrupt):
+        trained(site, folder=tmp_path, on_epoch=stop_after(1))
+    others: list[tuple[Site, dict[str, Any]]] = [
+        (site, {"lr": 0.2}),
+        (site, {"views": ViewSettings(flip=0.5)}),
+        (replace(site, origin="another split"), {}),
+        (replace(site, class_names=tuple(reversed(site.class_names))), {}),
+    ]
+    for other, words in others:
+        with pytest.raises(BadInput, match="a training with other settings or images; delete it"):
+            trained(other, folder=tmp_path, **words)
+    assert fingerprint(trained(site, folder=tmp_path)) == fingerprint(trained(site))
 
 
 # -- patience

@@ -78,7 +78,7 @@ class TrainingState:
     """Where a site's training stands: epoch, history, the state after the last good epoch, the best weights so far.
 
     Used as a context manager around the loop: whatever ends it early, that state is on disk. ``identity`` names the
-    settings, so that a checkpoint of another training is refused instead of mixed in.
+    settings and the data, so that a checkpoint of another training is refused instead of mixed in.
     """
 
     def __init__(
@@ -157,7 +157,8 @@ class TrainingState:
         tensors, state = load_checkpoint(self.path)
         if state.get("identity") != self.identity:
             raise BadInput(
-                f"{self.path} is the checkpoint of a training with other settings; delete it, or use another folder"
+                f"{self.path} is the checkpoint of a training with other settings or images; delete it, or use another"
+                " folder"
             )
         device = next(self.model.parameters()).device
         groups: dict[str, dict[str, Tensor]] = {

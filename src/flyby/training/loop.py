@@ -133,10 +133,8 @@ class Session:
             self.learner, (self.train, self.val) = looked_at(self.model, (site.train, site.val), site.id)
         self.optimizer = make_optimizer(self.model, self.objective, settings)
         self.train, self.val = self.train.to(device), self.val.to(device)
-        chosen = self.objective.settings.model_dump(mode="json")
-        identity = digest(
-            [spec.model_dump(mode="json"), recipe.objective, chosen, settings.model_dump(mode="json"), seed]
-        )
+        chosen = [part.model_dump(mode="json") for part in (spec, self.objective.settings, settings, views)]
+        identity = digest([recipe.objective, *chosen, seed, site.origin, site.class_names])
         path = folder / f"{site.id}.ckpt" if folder else None
         self.average = Average(self.model, settings.ema) if settings.ema else None
         self.state = TrainingState(path, identity, self.model, self.optimizer, self.objective, self.average)
