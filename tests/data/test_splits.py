@@ -364,6 +364,12 @@ def test_nothing_held_out_is_nothing_changed() -> None:
     assert len(share.val) == len(share.test) == 0
 
 
+def test_of_nothing_nothing_is_held_out() -> None:
+    """Where min_size is 0 a site may be empty."""
+    share = hold_out(np.arange(0), np.array([0, 1]), 0.2, 0.1, legacy_numpy(0))
+    assert len(share.train) == len(share.val) == len(share.test) == 0
+
+
 # -- sites and their copies
 
 

@@ -483,7 +483,7 @@ def by_place(data: Dataset, settings: SplitSettings, rng: Random) -> dict[str, I
 
 def hold_out(indices: Indices, labels: npt.NDArray[np.int64], val: float, test: float, rng: Random) -> Share:
     """A stratified train / val / test division of one site's indices; each part keeps the data's order."""
-    if val == 0 and test == 0:
+    if not len(indices) or (val == 0 and test == 0):
         return Share(indices, indices[:0], indices[:0])
     parts: tuple[list[Indices], ...] = ([], [], [])
     carry = np.zeros(2)  # rounding carried from class to class, so that the totals come out right as well
