@@ -27,6 +27,7 @@ from flyby.data.cache import root_of, writable
 from flyby.errors import BadInput, unknown
 from flyby.files import atomic_folder, canonical, read_json, write_bytes, write_json
 from flyby.models.lite import DIM, LITE, MEAN, STD, EfficientNetLite, lite_dim, lite_file, lite_network, lite_weights
+from flyby.models.memory import constant
 from flyby.models.networks import ARCHITECTURES
 from flyby.models.outside import fetch, outside_network
 from flyby.settings import Grown, build
@@ -144,7 +145,7 @@ class Frozen(nn.Module):
         x = x.expand(-1, backbone.channels, -1, -1)
         if self.grey is None or len(set(backbone.mean)) == len(set(backbone.std)) == 1:
             return x
-        mean, std = (torch.tensor(v, device=x.device).view(1, -1, 1, 1) for v in (backbone.mean, backbone.std))
+        mean, std = (constant(v, x.device).view(1, -1, 1, 1) for v in (backbone.mean, backbone.std))
         return (x * self.grey[1] + self.grey[0] - mean) / std
 
 

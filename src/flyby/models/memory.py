@@ -1,7 +1,8 @@
-"""Memory for a network that so far has names and shapes only."""
+"""Memory: for a network that so far has names and shapes only, and for numbers that never change."""
 
 from __future__ import annotations
 
+import functools
 from typing import TypeVar
 
 import torch
@@ -22,3 +23,9 @@ def allocate(module: M, device: torch.device | str) -> M:
 
     module._apply(empty)  # type: ignore[no-untyped-call]
     return module
+
+
+@functools.lru_cache(maxsize=64)
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers kept on the device: copying them there for every batch would stall it."""
+    return torch.tensor(values, dtype=torch.float32, device=device)

@@ -24,7 +24,7 @@ from flyby import rng
 from flyby.errors import BadInput, unknown
 from flyby.models.backbones import Backbone, Named, check_name, is_name
 from flyby.models.heads import HEADS, Head, uniform_fan_in
-from flyby.models.memory import allocate
+from flyby.models.memory import allocate, constant
 from flyby.models.networks import ARCHITECTURES
 from flyby.models.shifts import WAYS, shifted
 from flyby.models.tune import Tuned, standing_on
@@ -229,7 +229,7 @@ class ModelSpec(Grown):
         if self.backbone is not None:
             mean, std = self.backbone.statistics(self.channels)
         mean, std = self.mean or mean, self.std or std
-        return _constant(mean, torch.device(device)), _constant(std, torch.device(device))
+        return constant(mean, torch.device(device)), constant(std, torch.device(device))
 
     def prepare(self, images: Tensor) -> Tensor:
         """Images ``[N, H, W, C]`` of this spec's ``pixels`` as networks want them: ``(x/255 - mean)/std`` of uint8,
@@ -340,9 +340,3 @@ def _outline(spec: ModelSpec) -> tuple[Shapes, int, int]:
     network = spec.skeleton()
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in network.state_dict().items()}
     return shapes, sum(math.prod(p.shape) for p in network.parameters()), network.feature_dim
-
-
-@functools.lru_cache(maxsize=64)
-def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers kept on the device: copying them there for every batch would stall it."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
