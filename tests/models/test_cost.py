@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from factories import small_spec, striped_site
 from flyby.errors import BadInput
+from flyby.fusion.ensembles.experts import f1_scores
 from flyby.fusion.evaluation import scores_of
 from flyby.fusion.predictor import Single
-from flyby.models import ARCHITECTURES, ModelSpec, cost
+from flyby.fusion.weights.average import likeliest
+from flyby.models import ARCHITECTURES, ModelSpec, Network, cost
 from flyby.models.cost import Limits, at_once, cost_of
 from flyby.models.mobilenet import InvertedResidual
 from flyby.rng import generator
+from flyby.statistics.calibration import calibrate
+from flyby.statistics.class_means import class_means
 
 
 def a_spec(name: str, **changes: Any) -> ModelSpec:
@@ -124,6 +129,28 @@ def test_batches_fit_into_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(scores_of(predictor, images), whole)
     monkeypatch.setattr(cost, "ROOM", 1)
     assert at_once(spec, 512) == 1
+
+
+def test_what_is_measured_on_many_images_takes_them_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the site and at the server, where a network that was trained with batches of 32 has hundreds to look at."""
+    spec = small_spec()
+    network, site, lengths, honest = spec.build(), striped_site("site-0"), list[int](), Network.features
+    part = site.train
+
+    def measured() -> list[Tensor]:
+        scraps, means = calibrate(network, site, 0)["calibration"], class_means(network, site, 0)["means"]
+        return [scraps, means, f1_scores(network, part.images, part.labels), torch.tensor(likeliest([network], part))]
+
+    def seen(self: Network, x: Tensor) -> Tensor:
+        lengths.append(len(x))
+        return honest(self, x)
+
+    whole = measured()
+    monkeypatch.setattr(Network, "features", seen)
+    monkeypatch.setattr(cost, "ROOM", 7 * cost_of(spec).live)
+    for found, wanted in zip(measured(), whole, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert max(lengths) == 7
 
 
 def test_an_architecture_that_does_the_unheard_of_is_asked_for_its_shapes_or_refused(

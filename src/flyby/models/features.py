@@ -27,6 +27,12 @@ PIECE, MANY = 16, 512
 MOST = 4 << 30  # bytes that are held of one set of images; where it would be more, they are looked at every time
 
 
+def pieces_of(network: Network, images: Tensor) -> tuple[Tensor, ...]:
+    """Images in pieces that a network answers at once; on a backbone it makes pieces of its own."""
+    device = next(network.parameters()).device
+    return torch.split(images, 512 if network.spec.backbone is not None else at_once(network.spec, 512, device))
+
+
 @torch.no_grad()
 def features_of(network: Network, images: Tensor, label: str = "", pooled: Tensor | None = None) -> Tensor:
     """``network.features`` of a site's images ``[N, H, W, C]``, in pieces: float32 ``[N, d]`` on the network's device.

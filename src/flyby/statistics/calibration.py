@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
+from flyby.models.features import pieces_of
 from flyby.models.heads import cosine
 from flyby.parcels.parcel import Manifest
 from flyby.rng import generator
@@ -29,7 +30,7 @@ OWN, SCRAP, SPREAD = 0, 1, 2  # rows of the `calibration` tensor [3, C]; 0 where
 @torch.no_grad()
 def cosines(network: Network, images: Tensor) -> Tensor:
     """What the network, as an expert, says of each class of images [N, H, W, C]: [N, classes]."""
-    pieces = torch.split(images, 512)
+    pieces = pieces_of(network, images)
     return torch.cat([cosine(network, network.shown(network.spec.prepare(piece))) for piece in pieces])
 
 

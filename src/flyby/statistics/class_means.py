@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
-from flyby.models.features import beyond, pooled_of
+from flyby.models.features import beyond, pieces_of, pooled_of
 from flyby.parcels.parcel import Manifest
 from flyby.statistics.extras import Entry, Extra, Sent, Sizes, rms
 
@@ -31,13 +31,12 @@ def class_means(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
     sums = torch.zeros(classes, network.feature_dim, dtype=torch.float64, device=device)
     network.eval()
     pooled = pooled_of(network, site.train.images, site.id)
-    for rows in torch.split(torch.arange(len(labels), device=device), 512):
-        if pooled is None:
-            images = site.train.images[rows.to(site.train.images.device)].to(device)
-            seen = network.features(network.spec.prepare(images))
-        else:
-            seen = beyond(network, pooled[rows.cpu()].to(device))
-        sums.index_add_(0, labels[rows], seen.double())
+    start = 0
+    for piece in pieces_of(network, site.train.images) if pooled is None else torch.split(pooled, 512):
+        piece = piece.to(device)
+        seen = network.features(network.spec.prepare(piece)) if pooled is None else beyond(network, piece)
+        sums.index_add_(0, labels[start : start + len(piece)], seen.double())
+        start += len(piece)
     counts = torch.bincount(labels, minlength=classes)
     held = counts.nonzero()[:, 0]
     return {"means": (sums[held] / counts[held, None]).float(), "classes": held}
@@ -75,5 +74,5 @@ class ClassMeans(Extra):
     def answers(self, network: Network, given: Sent, images: Tensor) -> tuple[Tensor, Sequence[int]]:
         classes = given["class-means.classes"].to(images.device)
         means = given["class-means.means"].to(images.device)
-        pieces = [network.features(network.spec.prepare(piece)).float() for piece in torch.split(images, 512)]
+        pieces = [network.features(network.spec.prepare(piece)).float() for piece in pieces_of(network, images)]
         return classes[torch.cdist(torch.cat(pieces), means).argmin(1)], classes.tolist()

@@ -26,6 +26,7 @@ from flyby.fusion.base import Fusion, FusionSettings, Server, labelled
 from flyby.fusion.predictor import Predictor
 from flyby.models import ModelSpec, Network
 from flyby.models.cost import cost_of
+from flyby.models.features import pieces_of
 from flyby.models.heads import HEADS, cosine
 from flyby.models.shelf import Shelf
 from flyby.models.shifts import WAYS
@@ -209,7 +210,7 @@ def f1_scores(network: Network, images: Tensor, labels: Tensor) -> Tensor:
     """F1 of every class on labelled images: who never names a class, or names it everywhere, scores little. 1 for a
     class without images."""
     classes = network.spec.classes
-    answers = torch.cat([network(network.spec.prepare(piece)).argmax(1) for piece in torch.split(images, 512)])
+    answers = torch.cat([network(network.spec.prepare(piece)).argmax(1) for piece in pieces_of(network, images)])
     right = torch.bincount(labels[answers == labels], minlength=classes)
     named, there = torch.bincount(answers, minlength=classes), torch.bincount(labels, minlength=classes)
     return torch.where(there > 0, 2 * right / (named + there).clamp_min(1), 1.0)

@@ -20,6 +20,7 @@ from flyby.errors import BadInput
 from flyby.fusion.base import Fusion, FusionSettings, Server, labelled, weights_of
 from flyby.fusion.predictor import Ensemble, Predictor, Single
 from flyby.models import Network
+from flyby.models.features import pieces_of
 from flyby.parcels.inbox import Inbox, unshifted
 
 
@@ -132,7 +133,7 @@ def likeliest(networks: Iterable[Network], judges: Part, steps: int = 10_000) ->
     climbs."""
     told = []
     for network in networks:
-        scores = torch.cat([network(network.spec.prepare(part)) for part in torch.split(judges.images, 512)])
+        scores = torch.cat([network(network.spec.prepare(part)) for part in pieces_of(network, judges.images)])
         told.append(scores.double().log_softmax(1).gather(1, judges.labels[:, None])[:, 0])
     each = torch.stack(told)  # [K, N]
     weights = torch.full((len(each),), 1 / len(each), dtype=torch.float64)
