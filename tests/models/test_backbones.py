@@ -338,8 +338,9 @@ def test_frozen_trains_nothing_whatever_is_asked() -> None:
         make_config("fedavg", epochs=0)
 
 
-def test_a_fixed_classifier_on_a_frozen_backbone_is_refused(taught: Path) -> None:
-    config = make_config("fedetf", assignments=[f'model.backbone="{taught}"'])
+@pytest.mark.parametrize(("method", "words"), [("fedetf", []), ("fedsra", ["objective.dim=0"])])
+def test_a_fixed_classifier_on_a_frozen_backbone_is_refused(method: str, words: list[str], taught: Path) -> None:
+    config = make_config(method, assignments=[f'model.backbone="{taught}"', *words])
     with pytest.raises(BadInput, match="nothing to learn"):
         plan(config, config.data.load())
 

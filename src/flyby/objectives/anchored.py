@@ -9,7 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from flyby.data.site import Site
-from flyby.models import Network
+from flyby.errors import BadInput
+from flyby.models import ModelSpec, Network
 from flyby.models.anchors import simplex_etf
 from flyby.objectives.base import Objective, ObjectiveSettings
 
@@ -38,3 +39,13 @@ class Anchored(Objective):
     def extras(self, model: Network, site: Site, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super().extras(model, site, seed)
         return tensors, facts | {"anchor_seed": self.settings.anchor_seed}
+
+
+def learning(spec: ModelSpec) -> ModelSpec:
+    """A spec whose head is fixed; BadInput where nothing else learns."""
+    if spec.head_alone:
+        raise BadInput(
+            "a fixed classifier on a frozen backbone has nothing to learn; put a layer between them with --set"
+            " model.projector=[128]"
+        )
+    return spec

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyby.data.site import Site
-from flyby.errors import BadInput
 from flyby.models import ModelSpec, Network
-from flyby.objectives.anchored import Anchored, AnchorSettings
+from flyby.objectives.anchored import Anchored, AnchorSettings, learning
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms, accuracy_of
 from flyby.objectives.supervised import Supervised
 
@@ -33,12 +32,7 @@ class BalancedEtf(Anchored, Supervised):
 
     @classmethod
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
-        if spec.head_alone:
-            raise BadInput(
-                "a fixed classifier on a frozen backbone has nothing to learn; put a layer between them with --set"
-                " model.projector=[128]"
-            )
-        return super().adapt_spec(spec, settings)
+        return learning(super().adapt_spec(spec, settings))
 
     def prepare(self, model: Network, site: Site, seed: int) -> None:
         self.fix_head(model)

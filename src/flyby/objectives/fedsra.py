@@ -25,7 +25,7 @@ from flyby.models import ModelSpec, Network
 from flyby.models.anchors import simplex_etf
 from flyby.models.heads import shown_directions
 from flyby.models.shifts import WAYS
-from flyby.objectives.anchored import Anchored, AnchorSettings
+from flyby.objectives.anchored import Anchored, AnchorSettings, learning
 from flyby.objectives.base import Batch, ObjectiveSettings, Terms, accuracy_of
 from flyby.objectives.salt import Salt, supcon
 from flyby.objectives.shifting import Found, Shifting, ShiftSettings
@@ -69,7 +69,7 @@ class FedSra(Shifting, Anchored):
     def adapt_spec(cls, spec: ModelSpec, settings: ObjectiveSettings) -> ModelSpec:
         assert isinstance(settings, FedSraSettings)
         projector = spec.projector or ((settings.dim,) if settings.dim else ())
-        plain = spec.replace(head=cls.head, projector=projector)
+        plain = learning(spec.replace(head=cls.head, projector=projector))
         return plain.replace(head=settings.shift) if ways_for(plain, settings) > 1 else plain
 
     def decided(self, spec: ModelSpec, site: Site, seed: int) -> Found:
