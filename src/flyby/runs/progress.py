@@ -98,7 +98,7 @@ class Progress:
         if share == 1:
             return f"{self.title}: trained, now measuring what it will send"
         epoch = min(self.epochs, self.seen // self.images + 1)
-        rate = (self.seen - self.before * self.images) / (now - self.first)
+        rate = max(1, self.seen - self.before * self.images) / (now - self.first)  # seen in this run
         left = (self.images * self.total - self.seen) / rate
         told = f"{self.title}: epoch {epoch}/{self.epochs}, {rate:,.0f} img/s"
         return f"{told}, {100 * share:.0f}%, about {left:.0f} s left"
