@@ -72,6 +72,26 @@ def test_private_training_sends_no_temperature(shelf: Path) -> None:
     assert "temperature" not in parcel.read_manifest(shelf / "dp.parcel").meta
 
 
+def test_what_a_method_that_trains_nothing_does_not_hear_is_said(shelf: Path) -> None:
+    words = ("train", "--data", shelf / "a.npz", "--out", shelf / "idle.parcel", "--model", "mlp", "--json")
+    idle, network = done(*words, "--method", "ridge", "--epochs", 5, "--set", "train.lr=0.1").json["notes"]
+    assert idle.startswith("ridge trains nothing, so train.epochs, train.lr have no effect")
+    assert "mlp has learned nothing yet" in network
+    assert "--backbone efficientnet-lite0" in network
+    like = (
+        "train",
+        "--data",
+        shelf / "b.npz",
+        "--out",
+        shelf / "like.parcel",
+        "--like",
+        shelf / "idle.parcel",
+        "--json",
+    )
+    assert done(*like).json["notes"] == [], "the first site was told"
+    assert done(*words, "--method", "fedavg", "--epochs", 1, "--force").json["notes"] == []
+
+
 def test_few_images_and_one_class_are_said() -> None:
     images, labels = stripes(30)
     site = whole_site(bundle_from(images, labels, STRIPES), "me")

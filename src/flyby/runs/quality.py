@@ -23,14 +23,17 @@ from flyby.fusion.closed.base import ClosedForm
 from flyby.fusion.evaluation import scores_of
 from flyby.fusion.predictor import Predictor, Single
 from flyby.fusion.quality import Quality, quality_of
+from flyby.objectives import OBJECTIVES
 from flyby.parcels import parcel
 from flyby.parcels.inbox import Inbox
 from flyby.parcels.ledger import Ledger
 from flyby.parcels.parcel import Manifest, Parcel
+from flyby.runs.config import RunConfig
 from flyby.runs.methods import method_of, rule_for, settings_for
 from flyby.settings import build
 from flyby.statistics.masked_sums import is_masked
 from flyby.statistics.temperature import fused_temperature, temperature_of
+from flyby.training.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +115,22 @@ def concerns(site: Site) -> list[str]:
     if few:
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
         found.append(f"few images to learn from: {', '.join(few[:5])}{more}; {FEW} of a class are little already")
+    return found
+
+
+def unheard(config: RunConfig, recipe: Recipe) -> list[str]:
+    """What was asked of a method that trains nothing and changes nothing, and a network that tells it little."""
+    if OBJECTIVES[recipe.objective].trains:
+        return []
+    found = []
+    if idle := [key for key in config.train if not key.startswith("dp_")]:
+        verb = "has" if len(idle) == 1 else "have"
+        found.append(f"{config.method} trains nothing, so train.{', train.'.join(idle)} {verb} no effect")
+    if recipe.spec.backbone is None:
+        found.append(
+            f"{config.method} trains nothing, and {recipe.spec.name} has learned nothing yet; for photographs name a"
+            " network that has, as in --backbone efficientnet-lite0"
+        )
     return found
 
 

@@ -29,7 +29,7 @@ from flyby.runs.folder import Run
 from flyby.runs.like import check_alike
 from flyby.runs.nodefolder import HELD_OUT
 from flyby.runs.progress import Progress
-from flyby.runs.quality import Seen, concerns, look, remember_images
+from flyby.runs.quality import Seen, concerns, look, remember_images, unheard
 from flyby.statistics.catalogue import named
 from flyby.statistics.feature_sums import NAME
 from flyby.statistics.masked_sums import masked
@@ -130,7 +130,7 @@ def train_parcel(config: RunConfig, out: Path, site_id: str, manner: Manner | No
     site = whole_site(bundle, site_id, HELD_OUT if config.split.val is None else config.split.val, config.seed)
     check_fit(site, recipe)
     bundle.tell()
-    notes = concerns(site)
+    notes = concerns(site) + (unheard(config, recipe) if manner.like is None else [])
     for line in notes:
         log.warning("note: %s", line)
     if not manner.quiet:
