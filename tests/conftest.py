@@ -4,9 +4,11 @@ reports without pictures for those who ask."""
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -56,3 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of few, long tests first: one that is left to the end has a single worker wait for another."""
     ranks = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(LONG)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay to the end: the garbage collector need not look through them again and again, neither
+    while they come nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

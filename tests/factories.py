@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import typer.main
 
 from flyby import cli
 from flyby.data.site import Part, Site
@@ -140,11 +142,15 @@ class Answer:
         return json.loads(self.out)
 
 
+_parser = cache(typer.main.get_command)  # a process needs it once, thousands of calls in one process need the same
+
+
 def call(*words: object) -> Answer:
     """``flyby WORDS`` in this process, exit code and all."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["flyby", *map(str, words)])
+        patch.setattr(typer.main, "get_command", _parser)
         with pytest.raises(SystemExit) as left:
             cli.main()
     return Answer(int(left.value.code or 0), out.getvalue(), err.getvalue())
