@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from factories import WAIT, done, make_tree
+from factories import WAIT, Answer, done, make_tree
 from flyby.data.dataset import DataBundle
 from flyby.data.splits import SPLITS, SplitSettings, make_split
 from flyby.fusion import FUSIONS, Inbox, load_predictor
@@ -120,6 +120,18 @@ def flyby(installed: dict[str, str], *words: object) -> subprocess.CompletedProc
     return subprocess.run(command, env=installed, capture_output=True, text=True, timeout=WAIT, check=False)
 
 
+def answers(installed: dict[str, str], *lines: list[object]) -> list[Answer]:
+    """What some command lines leave, one after another in one process that has the example."""
+    code = "import json, sys; from factories import call;"
+    code += " print(json.dumps([vars(call(*words)) for words in json.loads(sys.argv[1])]))"
+    told = json.dumps([[*map(str, words)] for words in lines])
+    here = installed | {"PYTHONPATH": os.pathsep.join((installed["PYTHONPATH"], str(Path(__file__).parents[1])))}
+    command = [sys.executable, "-c", code, told]
+    ended = subprocess.run(command, env=here, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return [Answer(**one) for one in json.loads(ended.stdout)]
+
+
 @pytest.fixture(scope="module")
 def compared(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example, run as its page says, only shorter."""
@@ -185,15 +197,19 @@ def test_one_wild_site_harms_the_mean_and_not_the_median(
 
 
 def test_every_command_knows_the_example(installed: dict[str, str], compared: Path, tmp_path: Path) -> None:
-    rows = {row["method"]: row for row in json.loads(flyby(installed, "methods", "--json").stdout)}
-    assert (rows["mine"]["fusion"], rows["mine"]["needs"]) == ("middle", ["weights"])
-    refused = flyby(installed, "run", "--method", "mine", "--set", "fusion.trim=0.6", "--out", tmp_path / "x")
-    assert refused.returncode == 2
-    assert re.fullmatch(r"flyby: fusion\.trim .* less than or equal to 0\.5\n", refused.stderr)
-    assert refused.stderr.strip() in page("add-a-method")
     parcels = sorted((compared / "mine" / "parcels").glob("*.parcel"))
-    fused = flyby(installed, "fuse", *parcels, "--fusion", "middle", "--out", tmp_path / "global", "--device", "cpu")
-    assert fused.returncode == 0, fused.stderr
+    lines: list[list[object]] = [
+        ["methods", "--json"],
+        ["run", "--method", "mine", "--set", "fusion.trim=0.6", "--engine", "inline", "--out", tmp_path / "x"],
+        ["fuse", *parcels, "--fusion", "middle", "--out", tmp_path / "global", "--device", "cpu", "--no-export"],
+    ]
+    methods, refused, fused = answers(installed, *lines)
+    rows = {row["method"]: row for row in json.loads(methods.out)}
+    assert (rows["mine"]["fusion"], rows["mine"]["needs"]) == ("middle", ["weights"])
+    assert refused.code == 2
+    assert re.fullmatch(r"flyby: fusion\.trim .* less than or equal to 0\.5\n", refused.err)
+    assert refused.err.strip() in page("add-a-method")
+    assert fused.code == 0, fused.err
     assert load_predictor(tmp_path / "global").kind == "single"
 
 
