@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_sample_images
 
 from factories import WAIT, done
 from flyby.models.lite import lite_file
@@ -45,6 +44,8 @@ pytestmark = pytest.mark.skipif(lite_file("efficientnet-lite0") is None, reason=
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the three hospitals and test images beside each other."""
+    from sklearn.datasets import load_sample_images
+
     root, photos = tmp_path_factory.mktemp("hospitals"), load_sample_images().images
     draw = np.random.default_rng(0)
     for site, classes in SITES.items():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import confusion_matrix, log_loss, roc_auc_score
 
 from factories import random_parcel, small_spec
 from flyby.fusion.predictor import Ensemble, Single, load_predictor, save_predictor
@@ -84,6 +83,8 @@ def test_all_figures_of_six_answers_by_hand() -> None:
 
 
 def test_the_same_as_scikit_learn() -> None:
+    from sklearn.metrics import confusion_matrix, log_loss, roc_auc_score
+
     rng = generator("quality")
     labels = torch.randint(0, 4, (300,), generator=rng)
     shares = (torch.randn(300, 4, generator=rng, dtype=torch.float64) + torch.eye(4)[labels]).mul(2).softmax(1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import roc_auc_score, roc_curve
 
 from factories import call, done, make_npz, make_stripes, one_line, train_site
 from flyby.data.dataset import DataBundle
@@ -49,6 +48,8 @@ def test_auc_with_ties_by_hand() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31))
 def test_auc_is_scikit_learns(n: int, m: int, seed: int) -> None:
+    from sklearn.metrics import roc_auc_score
+
     random = np.random.RandomState(seed)
     members, others, weights = random.randint(0, 9, n) / 3.0, random.randint(0, 9, m) / 3.0, random.uniform(0.1, 3, m)
     labels, scores = np.r_[np.ones(n), np.zeros(m)], np.r_[members, others]
@@ -77,6 +78,8 @@ def test_rates_by_hand() -> None:
 
 @given(st.integers(0, 2**31))
 def test_rates_are_those_of_the_roc_curve(seed: int) -> None:
+    from sklearn.metrics import roc_curve
+
     random = np.random.RandomState(seed)
     members, others = np.round(random.normal(1, 1, 50), 1), np.round(random.normal(0, 1, 300), 1)
     false, true, _ = roc_curve(np.r_[np.ones(50), np.zeros(300)], np.r_[members, others], drop_intermediate=False)
