@@ -106,6 +106,7 @@ def test_the_tutorial_ends_with_the_steps_that_a_test_leaves_out() -> None:
     ]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_commands_for_researchers() -> None:
     quick = {"run": (*QUICKER["run"], "--epochs", "1")}
     assert follow("for-researchers", quicker=quick) == ["run", "run", "report", "methods", "explain"]

@@ -193,6 +193,7 @@ def test_a_population_is_judged_by_common_images(tmp_path: Path, data: Path) -> 
     assert "More than accuracy" in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_server_rule_is_judged_by_them_too(tmp_path: Path, data: Path) -> None:
     done("run", "--method", "fedavg,local", "--data", data, *FOL, *QUICK, "--out", tmp_path / "runs")
     fused, alone = (result_of(tmp_path / "runs" / name) for name in ("fedavg", "local"))
@@ -238,6 +239,7 @@ def test_a_series_has_one_shape() -> None:
 # -- own first weights
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_site_may_start_from_weights_of_its_own(tmp_path: Path, data: Path) -> None:
     from flyby.parcels import parcel
 

@@ -128,6 +128,7 @@ def test_a_population_run(tmp_path: Path, data: Path) -> None:
     assert result_of(out)["per_client"] == result["per_client"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_variants_share_their_pretraining(tmp_path: Path, data: Path) -> None:
     out = tmp_path / "runs"
     done("run", "--method", "fol-n,fol-an,gossip", "--data", data, *FLEET, *QUICK, "--eval-nodes", 0, "--out", out)
@@ -143,6 +144,7 @@ def test_variants_share_their_pretraining(tmp_path: Path, data: Path) -> None:
     assert met[0] == met[1] != [], "an average is of neighbours too"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_neighbours_may_send_their_current_model(tmp_path: Path, data: Path) -> None:
     out = tmp_path / "run"
     done(
@@ -283,6 +285,7 @@ def test_the_slope_chart_draws_numbers_only() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_digits_fol_a_beats_fol_beats_local_and_adapting_pays(tmp_path: Path) -> None:
     """The run of docs/fol.md, cut to one round and half its nodes: means of own-test accuracy."""
     words = (

@@ -77,6 +77,7 @@ def test_fedavg_on_nearly_even_digits_reaches_its_floor(tmp_path: Path) -> None:
     assert str(out / "report.html") in answer.out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ensemble_beats_fedavg_on_uneven_digits_and_the_uploads_are_trained_once(tmp_path: Path) -> None:
     answer = done(
         *DIGITS, "--method", "fedavg,ensemble", "--alpha", 0.1, "--out", tmp_path / "both", "--json", "--quiet"
@@ -145,6 +146,7 @@ def test_local_sends_nothing_and_is_judged_by_its_own_classes(data: Path, tmp_pa
     assert "nothing sent" in done(*words(data, tmp_path / "out", "--method", "local", "--resume")).out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_sites_with_test_data_of_their_own_are_judged_on_it(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = done(
@@ -158,12 +160,14 @@ def test_sites_with_test_data_of_their_own_are_judged_on_it(data: Path, tmp_path
     assert all("val_loss" in row for row in rows_of(out))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_another_fusion_than_the_method_s_own(data: Path, tmp_path: Path) -> None:
     result = done(*words(data, tmp_path / "out", "--fusion", "ensemble", "--set", "fusion.mean=logits", "--json")).json
     assert (result["method"], result["fusion"]) == ("fedavg", "ensemble")
     assert json.loads((tmp_path / "out" / "global" / "model.json").read_text())["settings"]["mean"] == "logits"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_proxy_serves_the_server_and_may_not_be_the_test_set(data: Path, tmp_path: Path) -> None:
     proxy = make_npz(tmp_path / "proxy.npz", images=stripes(30, seed=9)[0], labels=stripes(30)[1])
     recalibrated = ("--set", "fusion.recalibrate=true", "--model", "cnn-small", "--set", "model.width=0.1")
@@ -183,6 +187,7 @@ def test_data_without_test_images_is_refused_where_none_may_be_held_out(tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_broken_images_are_noted(tmp_path: Path) -> None:
     images, labels = stripes(150)
     rows: list[Any] = [np.repeat(image, 3, axis=2) for image in images]
@@ -234,6 +239,7 @@ def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path) -> No
 # -- comparisons
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_trains_equal_uploads_once_and_is_the_runs_it_holds(data: Path, tmp_path: Path) -> None:
     both = tmp_path / "both"
     results = done(*words(data, both, "--method", "local,fedavg,ensemble", "--json")).json
@@ -253,6 +259,7 @@ def test_a_comparison_trains_equal_uploads_once_and_is_the_runs_it_holds(data: P
     assert "already holds a run" in one_line(call(*words(data, both, "--method", "local,fedavg,ensemble")))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_methods_with_other_uploads_do_not_share_them(data: Path, tmp_path: Path) -> None:
     both = tmp_path / "both"
     done(*words(data, both, "--method", "fedavg,ensemble", "--seed", 1))
@@ -271,6 +278,7 @@ def test_a_comparison_refuses_a_folder_with_strange_files(data: Path, tmp_path: 
 # -- what a folder refuses
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_holds_one_run(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = done(*words(data, out, "--json")).json
@@ -295,6 +303,7 @@ def test_a_folder_with_strange_files_is_refused(data: Path, tmp_path: Path) -> N
         assert (out / name).read_text() == "mine"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_second_process_in_the_same_folder_is_refused(data: Path, tmp_path: Path) -> None:
     with Run(tmp_path / "out").locked():
         message = one_line(execute(*words(data, tmp_path / "out")))
@@ -318,6 +327,7 @@ def test_a_lock_on_a_folder_that_was_just_taken_away_is_no_lock(
         pytest.fail("the lock is on a file that nobody else can see")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_resume_refuses_data_that_changed(tmp_path: Path) -> None:
     path, out = make_stripes(tmp_path / "stripes.npz"), tmp_path / "out"
     done(*words(path, out))
@@ -326,6 +336,7 @@ def test_resume_refuses_data_that_changed(tmp_path: Path) -> None:
     assert "the data changed" in one_line(call(*words(path, out, "--resume")))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_resume_refuses_an_upload_of_other_settings(data: Path, tmp_path: Path) -> None:
     done(*words(data, tmp_path / "a"))
     done(*words(data, tmp_path / "b", "--set", "train.lr=0.01"))
