@@ -150,3 +150,9 @@ def test_the_command_line_starts_without_heavy_modules() -> None:
     code = f"import sys, flyby.cli; print([m for m in {heavy!r} if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"
+
+
+def test_a_command_ends_without_looking_for_garbage() -> None:
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 10_000)); import flyby.cli"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "True"

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import logging
 import os
 import sys
@@ -34,6 +36,10 @@ from flyby.commands.sign import sign
 from flyby.commands.study import study
 from flyby.commands.train import train
 from flyby.errors import FlybyError
+
+# When a process ends, Python's garbage collector looks once more through all that torch and others have made: half a
+# second and more, for what ends with the process anyway.
+atexit.register(gc.freeze)
 
 app = typer.Typer(
     name="flyby",
