@@ -153,6 +153,15 @@ def test_the_result_table_holds_the_numbers(tmp_path: Path) -> None:
     assert "Time spent: train 12.3 s, fuse 0.10 s, evaluate 0.20 s." in page.text
 
 
+def test_who_finds_uploads_trained_wins_no_race(tmp_path: Path) -> None:
+    for name, accuracy, seconds in (("first", 0.5, 60.0), ("later", 0.7, 0.25)):
+        make_run(tmp_path / "all" / name, accuracy=accuracy, seconds={"total": seconds})
+    page = page_of(tmp_path / "all")
+    assert [row[-3] for row in page.tables["results"]] == ["Seconds", "0.25", "60.0"]
+    assert page.bold == ["70.0"]
+    assert "uploads that several runs share are trained once, and count for the first of them" in page.text
+
+
 def test_an_accuracy_has_its_interval_beside_it(tmp_path: Path) -> None:
     """Wilson's, by hand: 90 right of 100 give (0.9 + 1.92 / 100 +- 1.96 sqrt(0.0009 + 0.96 / 10^4)) / 1.0384."""
     for name, accuracy in (("a", 0.9), ("b", 0.85)):

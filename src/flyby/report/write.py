@@ -226,7 +226,7 @@ def _results(runs: list[RunData]) -> str:
         ("Teacher’s accuracy %", lambda run: page.number(run.result.get("teacher_accuracy")), page.percent, 1),
         (many, lambda run: page.number(run.result.get("uploads")), page.count, -1),
         (sent, lambda run: page.number(run.result.get("bytes_up")), page.megabytes, -1),
-        ("Seconds", lambda run: run.seconds, page.seconds, -1),
+        ("Seconds", lambda run: run.seconds, page.seconds, 0),  # no race: who comes later may find uploads trained
     ]
     rare = ("Common", "Teacher")
     columns = [one for one in columns if not one[0].startswith(rare) or any(one[1](run) is not None for run in runs)]
@@ -236,7 +236,7 @@ def _results(runs: list[RunData]) -> str:
         values = [value(run) for run in runs]
         best = max((sign * v for v in values if v is not None), default=0.0)
         shown = [show(v) for v in values]
-        mark = several and len(set(shown)) > 1
+        mark = several and sign and len(set(shown)) > 1
         cells.append([page.Best(text) if mark and text == show(sign * best) else text for text in shown])
     head = [column[0] for column in columns]
     if any(run.interval() for run in runs):
@@ -248,9 +248,10 @@ def _results(runs: list[RunData]) -> str:
         for i, run in enumerate(runs)
     ]
     tail = ["Method"] * several + ["Fusion rule"]
-    note = '<p class="note">Bold: the best of each column (highest accuracy, least cost).</p>'
     bold = any(isinstance(cell, page.Best) for column in cells for cell in column)
-    note = _time_spent(runs[0]) if not several else note if bold else ""
+    said = "Bold: the best of each column (highest accuracy, least cost). " if bold else ""
+    said += "Seconds: uploads that several runs share are trained once, and count for the first of them."
+    note = f'<p class="note">{said}</p>' if several else _time_spent(runs[0])
     head = ["Run" if several else "Method", *head, *tail]
     numbers = range(1, len(head) - len(tail))
     return page.table(head, rows, numeric=numbers, key="results", label="Results, one row per run") + note
