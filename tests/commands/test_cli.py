@@ -490,7 +490,7 @@ def test_train_refuses_a_bad_place_or_name_before_it_trains(shelf: Path, tmp_pat
 def test_evaluate_and_predict_refuse_what_does_not_fit(shelf: Path, tmp_path: Path) -> None:
     data = shelf / "stripes.npz"
     assert "no model.json" in one_line(call("evaluate", tmp_path, "--data", data))
-    assert "no model.json" in one_line(call("evaluate", tmp_path / "nowhere", "--data", data))
+    assert "does not exist" in one_line(call("evaluate", tmp_path / "nowhere", "--data", data))
     assert "is not a parcel" in one_line(call("evaluate", shelf / "note.txt", "--data", data))
     assert "does not exist" in one_line(call("evaluate", shelf / "run", "--data", tmp_path / "nowhere"))
     assert "--size 8" in one_line(call("evaluate", shelf / "run", "--data", data, "--size", 16))
