@@ -201,7 +201,7 @@ def test_every_command_knows_the_example(installed: dict[str, str], compared: Pa
     lines: list[list[object]] = [
         ["methods", "--json"],
         ["run", "--method", "mine", "--set", "fusion.trim=0.6", "--engine", "inline", "--out", tmp_path / "x"],
-        ["fuse", *parcels, "--fusion", "middle", "--out", tmp_path / "global", "--device", "cpu", "--no-export"],
+        ["fuse", *parcels, "--fusion", "middle", "--out", tmp_path / "global", "--device", "cpu"],
     ]
     methods, refused, fused = answers(installed, *lines)
     rows = {row["method"]: row for row in json.loads(methods.out)}

@@ -112,7 +112,10 @@ CASES: dict[str, Case] = {
     "a photograph": (lambda h: ("data", text(h / "a.jpg", "x")), "unknown kind"),
     "an empty folder": (lambda h: ("data", nothing(h)), "is empty"),
     "a folder of files": (lambda h: ("data", text(h / "d" / "a.txt", "x").parent), "neither Parquet files nor class"),
-    "loose images": (lambda h: ("data", (good(h) / "cat")), "name the folder above it"),
+    "loose images": (
+        lambda h: ("data", (good(h) / "cat")),
+        "neither Parquet files nor class folders, but images: if it is one class, name the folder above it",
+    ),
     "empty class folders": (lambda h: ("data", tree(h, [], [])), "hold no images"),
     "the hub's name": (lambda h: ("data", "hf:"), "hf:"),
     # one level off

@@ -49,9 +49,7 @@ from flyby.training.settings import TrainSettings
 SPEC = ModelSpec(name="mlp", classes=3, channels=1, size=(4, 4), widths={"fc1": 3, "fc2": 2})
 NAMES = ("ant", "bee", "cat")
 CASES = 5000  # in all, at the least
-# Mutations of each tensor that a rule meets and does not read; of those that it reads it meets all. What looks at the
-# others does not know the rule, and with two each every tensor is met in nearly every mutation by one rule or another.
-SHARE = 2
+SHARE = 3  # mutations of each tensor that a rule meets and does not read; of those that it reads it meets all
 ROUND_TOLD = ("spring", "0" * 64, 30, ["site-0", "site-1", "site-2"])
 QUICK = {
     "fedcvae": ("images=6", "epochs=1", "batch=6"),
