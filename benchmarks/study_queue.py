@@ -35,6 +35,7 @@ from flyby.study.catalogue import Study, read_study
 from flyby.study.grid import cells, run_study
 
 log = logging.getLogger("queue")
+FEW = 6  # voices that are copied: of some machines only a handful of files comes back, and the rows must be among them
 
 
 def take(queue: Path, data_root: Path) -> dict[str, Any] | None:
@@ -91,15 +92,18 @@ def work(name: str, words: argparse.Namespace) -> None:
 
 
 def copy(root: Path, out: Path, most: int) -> None:
-    """Rows and log of all that is done so far, in one file, and voices of up to so many bytes each."""
+    """Rows and log of all that is done so far, in one file, and the newest few voices of up to so many bytes each."""
     out.mkdir(parents=True, exist_ok=True)
     with tarfile.open(out / "rows.part", "w:gz") as packed:
         for path in sorted([*root.glob("results/*/*.jsonl"), *root.glob("*.log")]):
             packed.add(path, path.relative_to(root))
     (out / "rows.part").rename(out / "rows.tgz")
-    for path in root.glob("voices/*.npz"):
-        if path.suffixes != [".part", ".npz"] and path.stat().st_size <= most:
-            (out / path.name).write_bytes(path.read_bytes())
+    said = [path for path in root.glob("voices/*.npz") if not path.name.endswith(".part.npz")]
+    fit = sorted((path for path in said if path.stat().st_size <= most), key=lambda path: path.stat().st_mtime)
+    for path in fit[:-FEW]:
+        (out / path.name).unlink(missing_ok=True)
+    for path in fit[-FEW:]:
+        (out / path.name).write_bytes(path.read_bytes())
 
 
 def me(words: argparse.Namespace, queue: Path) -> list[str]:

@@ -4,6 +4,8 @@ queue that keeps it, ``benchmarks/study_queue.py``."""
 from __future__ import annotations
 
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -83,16 +85,43 @@ def test_every_job_that_waits_for_a_gpu_is_part_of_its_study(monkeypatch: pytest
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = runpy.run_path(str(BENCHMARKS / "study_queue.py"))
     grid_of, expected = module["grid_of"], module["expected"]
-    assert (
-        expected(BENCHMARKS / "queues" / "summit-alone.jsonl", 1)
-        == "summit-alone.jsonl: jobs 1, workers 1, about 260 s"
-    )
+    told = (BENCHMARKS / "queues" / "README.md").read_text()
     for queue in sorted((BENCHMARKS / "queues").glob("*.jsonl")):
+        long = re.search(rf"^\| `{queue.name}` \| (\d+) \| ([\d,]+)", told, flags=re.M)
+        assert long, f"{queue.name} has no line in the table"
+        workers = 1 if queue.stem.endswith("-alone") else 2
+        said = f"{queue.name}: jobs {long[1]}, workers {workers}, about {long[2].replace(',', '')} s"
+        assert expected(queue, workers) == said
         for line in queue.read_text().splitlines():
             job = json.loads(line)
             asked = {cell.key for cell in cells(grid_of(job))}
             assert asked, job
             assert asked <= {cell.key for cell in cells(read_study(job["study"])[1])}, job
+
+
+def test_the_newest_voices_are_copied_whole_and_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = runpy.run_path(str(BENCHMARKS / "study_queue.py"))
+    copy, few, root = module["copy"], module["FEW"], tmp_path / "root"
+    (root / "voices").mkdir(parents=True)
+
+    def said(name: str, when: int, size: int = 3) -> None:
+        (root / "voices" / name).write_bytes(b"x" * size)
+        os.utime(root / "voices" / name, (when, when))
+
+    for when in range(few):
+        said(f"aurora-0.{when}.npz", when)
+    said("aurora-0.05.part.npz", 99)
+    said("large.npz", 99, size=11)
+    copy(root, tmp_path / "out", 10)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "rows.tgz",
+        *(f"aurora-0.{n}.npz" for n in range(few)),
+    }
+    said("newer.npz", 50)
+    copy(root, tmp_path / "out", 10)
+    names = {path.name for path in (tmp_path / "out").glob("*.npz")}
+    assert names == {"newer.npz", *(f"aurora-0.{n}.npz" for n in range(1, few))}, "the oldest makes room"
 
 
 def test_a_queue_is_left_and_found_again(tmp_path: Path) -> None:

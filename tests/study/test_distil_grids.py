@@ -12,9 +12,10 @@ from flyby.study.tables import published
 def test_the_published_budgets_begin_with_what_decides() -> None:
     grid = list(cells(read_study("distil-cifar10-published")[1]))
     long = [(c.config.split.alpha, c.rule) for c in grid if c.rule.startswith(("dense", "coboosting", "intactofl"))]
-    first = ["dense:bn=0", "dense:bn=0,teacher=probabilities", "coboosting", "intactofl:bn=0"]
-    assert long[:8] == [(alpha, rule) for alpha in (0.1, 0.3) for rule in first]
-    assert len({c.key for c in grid}) == len(grid) == 28
+    dense = ["dense:bn=0", "dense:bn=0,teacher=probabilities", "dense:bn=0,teacher=experts-calibrated"]
+    first = [*dense, "coboosting", "intactofl:bn=0"]
+    assert long[:10] == [(alpha, rule) for alpha in (0.1, 0.3) for rule in first]
+    assert len({c.key for c in grid}) == len(grid) == 30
     keys = {(c.config.split.alpha, c.rule): c.key for c in grid}
     assert keys[0.1, "dense:bn=0"] == "d49664fbb6f099cd", "rows of other machines are found by it"
     assert keys[0.3, "dense"] == "c316ffeee890589e"

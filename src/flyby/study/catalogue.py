@@ -50,8 +50,9 @@ class Study(BaseModel):
         default=[], description="grids that differ from this one in some keys and make up the study; empty: this alone"
     )
     rows: list[str] = Field(default=[], description="other studies whose rows count here too, for cells that are equal")
-    shows: list[Literal["bytes", "lambda", "peak", "prototypes"]] = Field(
-        default=[], description="further tables: bytes, lambda (and a figure), peak accuracy, likeness of prototypes"
+    shows: list[Literal["bytes", "lambda", "peak", "prototypes", "seconds"]] = Field(
+        default=[],
+        description="further tables: bytes, lambda (and a figure), peak accuracy, likeness of prototypes, seconds",
     )
 
 

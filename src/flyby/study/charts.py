@@ -80,9 +80,7 @@ def charts(now: Standing) -> list[Chart]:
             if line in values
         }
         if lines:
-            data, model, clients, split, epochs = group
-            title = f"{data}: {model}, {clients} clients, {split} split, {epochs} epochs"
-            found.append(Chart(_stem(now.name, group, list(groups)), title, lines))
+            found.append(Chart(_stem(now.name, group, list(groups)), group.heading.replace("`", ""), lines))
     if not found:
         raise BadInput(f"no figure can be drawn of {now.name}: its rows are of attacks, or none has an accuracy")
     return found

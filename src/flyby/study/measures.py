@@ -46,6 +46,26 @@ def _by_bytes(rows: list[Row], wanted: Names, figures: list[Row]) -> Table:
     return _table(heads, 2, lines, "Accuracy in %, and what all sites send and get (MB = 1e6 bytes).")
 
 
+def _by_seconds(rows: list[Row], wanted: Names, figures: list[Row]) -> Table:
+    """Accuracy against the seconds that training one set of uploads took."""
+    rules, lines = list(dict.fromkeys(wanted[row["key"]][1] for row in rows)), []
+    for name, alpha in _ways(rows, wanted):
+        mine = [row for row in rows if wanted[row["key"]][0] == name and row["alpha"] == alpha]
+        whole = {row["split_hash"]: row for row in mine if row.get("trained") == row["clients"]}
+        spent = [row["timings"]["train"] for row in whole.values()]
+        told = {"method": name, "alpha": alpha, "measure": "train_seconds", "n": len(spent)}
+        took = Entry(f"{_mean(spent):.0f}", facts={**told, "mean": _mean(spent)}) if spent else Entry()
+        right = [
+            [r["accuracy"] for r in mine if wanted[r["key"]][1] == rule and r["accuracy"] is not None] for rule in rules
+        ]
+        long = str(mine[0]["epochs"])
+        lines.append(
+            [*plain(name, f"{alpha:g}", long), took, *plain(*(f"{100 * _mean(v):.2f}" if v else "" for v in right))]
+        )
+    said = "Seconds that training one set of uploads took, a first compilation among them, and accuracy in %."
+    return _table(["clients' method", "α", "epochs", "seconds", *rules], 1, lines, said)
+
+
 def _likeness(rows: list[Row], wanted: Names, figures: list[Row]) -> Table:
     """How alike the clients' prototypes are: facts about uploads, the same under every rule."""
     lines = []
@@ -119,6 +139,7 @@ TABLES: dict[str, Callable[[list[Row], Names, list[Row]], Table]] = {
     "lambda": _strength,
     "peak": _over_time,
     "prototypes": _likeness,
+    "seconds": _by_seconds,
 }
 
 

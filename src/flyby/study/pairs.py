@@ -138,12 +138,9 @@ def pairs(now: Standing, against: str | None = None) -> Sheet:
     groups = sorted({setting[0] for line in lines.values() for setting in line})
     parts = []
     for group in groups:
-        data, model, clients, split, epochs = group
         mine = _within(lines, lambda setting, group=group: setting[0] == group)
         if len(mine) > 1 and len({setting[2] for line in mine.values() for setting in line}) > 1:
-            heading = f"{data}: {model}, {clients} clients, `{split}` split, {epochs} epochs"
-            facts = {"data": data, "model": model, "clients": clients, "split": split, "epochs": epochs}
-            parts.append(Part(heading, [_gaps(mine, base, facts)]))
+            parts.append(Part(group.heading, [_gaps(mine, base, group.facts)]))
     end = [] if parts else ["No table has two seeds yet, so no difference has an interval."]
     parts.append(Part("Across settings", _duels(lines, base or best_of(lines))))
     return Sheet(now.name, f"{now.study.title}: paired comparison", "", parts, end)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyby.data.splits import SplitSettings
 from flyby.errors import BadInput
@@ -22,7 +22,25 @@ from flyby.study.sheet import MISSING, THEIRS, Entry, Part, Sheet, Table
 from flyby.study.writers import markdown
 
 Row = dict[str, Any]
-Group = tuple[str, str, int, str, int]  # data, model, clients, split, epochs: what has a table of its own
+
+
+class Group(NamedTuple):
+    """What has a table of its own."""
+
+    data: str
+    model: str
+    clients: int
+    split: str
+    epochs: int  # 0 where the lines of the table differ in them
+
+    @property
+    def heading(self) -> str:
+        long = f", {self.epochs} epochs" if self.epochs else ""
+        return f"{self.data}: {self.model}, {self.clients} clients, `{self.split}` split{long}"
+
+    @property
+    def facts(self) -> Row:
+        return {**self._asdict(), "epochs": self.epochs or None}
 
 
 def cell_text(values: list[float | None]) -> str:
@@ -61,16 +79,14 @@ def sheet(now: Standing, place: Path, figures: list[Row] | None = None) -> Sheet
     groups, homeless = grouped(now)
     parts = []
     for group in sorted(groups):
-        data, model, clients, split, epochs = group
         shown = Shown(now, groups[group], group)
         # Published figures are of classes shared out by alpha among several clients; anything else is another setting.
-        shared = clients > 1 and SplitSettings(name=split).uses_alpha
-        printed = [f for f in figures if shared and f["data"] == data]
+        shared = group.clients > 1 and SplitSettings(name=group.split).uses_alpha
+        printed = [f for f in figures if shared and f["data"] == group.data]
         tables = shown.tables(printed)
         tables[-1] = _with_missing(tables[-1], shown)
-        tables += measured(now.study.shows, shown.rows, shown.line, _of_size(printed, clients), shown.facts)
-        heading = f"{data}: {model}, {clients} clients, `{split}` split, {epochs} epochs"
-        parts.append(Part(heading, tables))
+        tables += measured(now.study.shows, shown.rows, shown.line, _of_size(printed, group.clients), group.facts)
+        parts.append(Part(group.heading, tables))
     end = [f"{now.others} rows that were run under other settings are left out."] if now.others else []
     if homeless:
         end.append(f"{len(homeless)} cells of other tables have no row yet; `{now.command}` runs them.")
@@ -98,12 +114,12 @@ def grouped(now: Standing) -> tuple[dict[Group, list[Cell]], list[Cell]]:
     for cell in now.cells:
         if row := now.rows.get(cell.key):
             for more in (("both", cell.config.method, cell.variant), ("method", cell.config.method), ("any",)):
-                alike[*place(cell), *more].add(_group(row))
+                alike[*place(cell), *more].add(_group(cell, row))
     found: dict[Group, list[Cell]] = defaultdict(list)
     homeless: list[Cell] = []
     for cell in now.cells:
         if row := now.rows.get(cell.key):
-            found[_group(row)].append(cell)
+            found[_group(cell, row)].append(cell)
             continue
         tries = (("both", cell.config.method, cell.variant), ("method", cell.config.method), ("any",))
         homes = next((there for more in tries if (there := alike.get((*place(cell), *more)))), set())
@@ -111,8 +127,9 @@ def grouped(now: Standing) -> tuple[dict[Group, list[Cell]], list[Cell]]:
     return found, homeless
 
 
-def _group(row: Row) -> Group:
-    return row["data"], row["model"], row["clients"], row["split"], row["epochs"]
+def _group(cell: Cell, row: Row) -> Group:
+    epochs = 0 if "train.epochs=" in cell.variant else row["epochs"]
+    return Group(row["data"], row["model"], row["clients"], row["split"], epochs)
 
 
 def clients_of(cell: Cell) -> str:
@@ -132,14 +149,13 @@ class Shown:
 
     def __init__(self, now: Standing, grid: list[Cell], group: Group) -> None:
         self.now, self.grid, self.group = now, grid, group
-        self.facts = dict(zip(("data", "model", "clients", "split", "epochs"), group, strict=True))
         self.cells = [cell for cell in grid if cell.key in now.rows]
         order = list(now.rows)  # rows as they came in
         mine = {cell.key for cell in self.cells}
         self.rows: list[Row] = [{**now.rows[key], "key": key} for key in order if key in mine]
         self.line = {cell.key: (clients_of(cell), rule_name(cell)) for cell in grid}
         self.lines: list[Line] = list(dict.fromkeys(self.line.values()))  # as the study lists them
-        self.by_alpha = SplitSettings(name=group[3]).uses_alpha
+        self.by_alpha = SplitSettings(name=group.split).uses_alpha
 
     @property
     def attacked(self) -> bool:
@@ -147,12 +163,12 @@ class Shown:
 
     def tables(self, printed: list[Row]) -> list[Table]:
         if all(by_plan(row) for row in self.rows):
-            return hour_tables(self.rows, {key: clients for key, (clients, _) in self.line.items()}, self.facts)
+            return hour_tables(self.rows, {key: clients for key, (clients, _) in self.line.items()}, self.group.facts)
         if self.attacked:
             return under_attack(self)
         if all("by_round" in row for row in self.rows) and any(meets(row) for row in self.rows):
-            return node_tables(self.rows, printed, self.facts)
-        return [_table(self, [f for f in _of_size(printed, self.group[2]) if "measure" not in f])]
+            return node_tables(self.rows, printed, self.group.facts)
+        return [_table(self, [f for f in _of_size(printed, self.group.clients) if "measure" not in f])]
 
     def asked(self, cell: Cell) -> Row:
         """What a cell of this table asks for, as a CSV file has it."""
@@ -206,7 +222,7 @@ def _table(shown: Shown, figures: list[Row]) -> Table:
             ]
         )
     heads, align = ["clients' method", "server rule", *heads], "ll" + "r" * len(alphas)
-    return Table(heads, align, lines, below=_footing(shown.rows), facts=shown.facts)
+    return Table(heads, align, lines, below=_footing(shown.rows), facts=shown.group.facts)
 
 
 def _footing(rows: list[Row]) -> list[str]:
@@ -289,7 +305,7 @@ def under_attack(shown: Shown) -> list[Table]:
             if any((line, head) in at for head in heads)
         ]
         names = ["clients' method", "server rule", *heads]
-        return Table(names, "ll" + "r" * len(heads), lines, lead=title, facts=shown.facts)
+        return Table(names, "ll" + "r" * len(heads), lines, lead=title, facts=shown.group.facts)
 
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
     said = f"Test accuracy in %, seeds {seeds}; one split a seed, all rules on the same uploads."
