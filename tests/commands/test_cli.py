@@ -99,6 +99,15 @@ def test_run_answers_with_its_result(shelf: Path, tmp_path: Path) -> None:
     assert answer.err == ""
 
 
+def test_local_stands_once_beside_the_rules_of_others(shelf: Path, tmp_path: Path) -> None:
+    words = ("--data", shelf / "stripes.npz", "--clients", 2, "--alpha", 100, "--out", tmp_path / "out", *TINY[2:])
+    done("run", *words, "--method", "local,ensemble", "--fusion", "fedavg,ensemble")
+    names = ("local", "ensemble-fedavg", "ensemble-ensemble")
+    assert {path.parent.name for path in tmp_path.glob("out/*/result.json")} == set(names)
+    local, averaged, together = (result_of(tmp_path / "out" / name) for name in names)
+    assert local["bytes_up"] == 0 < averaged["bytes_up"] == together["bytes_up"]
+
+
 def test_without_out_a_run_names_its_own_folder(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done("run", "--data", shelf / "stripes.npz", "--clients", 2, "--alpha", 100, "--seed", 3, *TINY)

@@ -35,6 +35,7 @@ RUNS: list[tuple[str, tuple[str, ...]]] = [
     ("--method fedavg --fusion fedavg,fedlpa", ("needs kfac", "--set objective.send=[kfac]")),
     ("--method fedavg --fusion feddf", ("proxy images", "--set proxy=PATH")),
     ("--method fol --fusion fedavg", ("fol has no server", "--fusion")),
+    ("--method local --fusion fedavg", ("local exchanges nothing", "leave the rule out")),
     ("--rounds 2", ("--rounds", "methods without a server, such as fol")),
     ("--method fol --rounds 0", ("orient.rounds = 0", "greater than or equal to 1")),
     ("--method fol --top 0", ("orient.top = 0",)),

@@ -89,6 +89,17 @@ def test_paths_are_from_the_folder_of_the_table(home: Path, monkeypatch: pytest.
     assert len(sources.load(str(table)).train) == 2
 
 
+def test_an_image_named_again_counts_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    once = sources.load(str(write(home, "path,label", *rows())))
+    again = sources.load(str(write(home, "path,label", *rows(), "./pixels/0.png,cat", rows()[2], name="again.csv")))
+    assert again.train.labels.tolist() == once.train.labels.tolist()
+    assert "again.csv names images again in 2 of its lines; each counts once" in caplog.text
+    owners = write(home, "path,label,user", "pixels/0.png,cat,u0", "pixels/1.png,dog,u1", "pixels/0.png,cat,u1")
+    assert "lines 2 and 4 of" in (said := rejected(owners, column="user"))
+    assert "name the same image (cat, train, u0; cat, train, u1)" in said
+    assert len(sources.load(str(owners)).train) == 2, "who they are is not asked here"
+
+
 def test_broken_images_of_a_table_are_named(home: Path) -> None:
     (home / "pixels" / "3.png").write_bytes(b"junk")
     assert sources.load(str(write(home, "path,label", *rows()))).broken == ("pixels/3.png",)

@@ -143,12 +143,13 @@ def _configs(
     if meet and rules != [None]:
         raise BadInput(f"{meet[0]} has no server, so no --fusion; leave that out, or run it by itself")
     mine = {name: concerning(name, names, assignments) for name in names}
+    sends = [name for name in names if METHODS[name].fusion]
     return {
-        f"{name}-{rule}" if len(rules) > 1 else name: make_config(
+        f"{name}-{rule}" if rule and len(rules) > 1 else name: make_config(
             name, fusion=rule, orient=orient, assignments=mine[name], **words
         )
         for name in names
-        for rule in rules
+        for rule in (rules if name in sends or not sends else [None])  # local stands beside them as it is
     }
 
 

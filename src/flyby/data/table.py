@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from flyby.data.folders import IMAGE_FILES, SPLITS
 from flyby.errors import BadInput, unknown
 from flyby.names import check_labels, printable
 
+log = logging.getLogger(__name__)
 PATH_COLUMNS = ("path", "image", "file", "filename")
 LABEL_COLUMNS = ("label", "class", "labels")
 SPLIT_COLUMN = "split"
@@ -53,10 +55,11 @@ def read_table(table: Path, column: str | None) -> Table:
             raise BadInput(f"line {line} of {table} has no {'label' if path else 'path'}; fill it in or leave it out")
         one = Row(line, _inside(table, line, path), label, _role(table, line, split, picked[2] >= 0), group)
         rows.setdefault(one.split, []).append(one)
-    every = [row for part in rows.values() for row in part]
     if not rows.get("train"):
         raise BadInput(f"{table} names no images to train on; give rows of path,label")
-    _check_there(table, every)
+    _check_there(table, [row for part in rows.values() for row in part])
+    rows = _once(table, rows)
+    every = [row for part in rows.values() for row in part]
     classes = sorted({row.label for row in every})
     check_labels(classes, str(table))
     return Table(classes, rows)
@@ -116,11 +119,18 @@ def _check_there(table: Path, rows: Sequence[Row]) -> None:
             f"{len(missing)} of the {len(rows)} images that {table} names are not there (first: line {missing[0].line},"
             f" {printable(str(missing[0].path))}); paths are from the folder of the table"
         )
+
+
+def _once(table: Path, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Every image once: a table put together from several may name one again."""
     seen: dict[Path, Row] = {}
-    for row in rows:
+    again = 0
+    for row in (row for part in rows.values() for row in part):
         other = seen.setdefault(row.path, row)
-        if other is not row and (other.label, other.split) != (row.label, row.split):
-            raise BadInput(
-                f"lines {other.line} and {row.line} of {table} name the same image as {other.label} ({other.split}) and"
-                f" {row.label} ({row.split}); keep one of them"
-            )
+        if other[2:] != row[2:]:
+            one, two = (", ".join(filter(None, each[2:])) for each in (other, row))
+            raise BadInput(f"lines {other.line} and {row.line} of {table} name the same image ({one}; {two}); keep one")
+        again += other is not row
+    if again:
+        log.warning("%s names images again in %d of its lines; each counts once", table, again)
+    return {split: [row for row in part if seen[row.path] is row] for split, part in rows.items()}

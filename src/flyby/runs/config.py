@@ -291,9 +291,14 @@ def rule_of(
     config: RunConfig, method: Method, objective: type[Objective], settings: ObjectiveSettings
 ) -> Fusion | None:
     """The server's rule with its settings; None where there is no server."""
-    name = config.fusion_name or method.fusion
-    if name is None:
+    if method.fusion is None:
+        if config.fusion_name is not None:
+            raise BadInput(
+                f"{config.method} exchanges nothing, so there is nothing to fuse; leave the rule out, or name a method"
+                " whose sites send: ensemble trains in the same way"
+            )
         return None
+    name = config.fusion_name or method.fusion
     kind = FUSIONS[name]
     rule = kind(settings_of(kind, config, method))
     check_pair(objective, rule, settings)
