@@ -35,7 +35,7 @@ from flyby.parcels import parcel
 from flyby.parcels.parcel import Parcel
 from flyby.rng import generator
 from flyby.statistics import calibration
-from flyby.statistics.calibration import calibrate, calibrated, scraps, shuffle_patches
+from flyby.statistics.calibration import Scraps, calibrate, calibrated, patch_orders, scraps, shuffle_patches
 from flyby.training.loop import shared_counts
 from flyby.training.settings import Counts, TrainSettings
 
@@ -384,15 +384,26 @@ def patches(image: Tensor, tall: int, wide: int) -> list[bytes]:
     ]
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_scraps_made_piece_by_piece_are_the_same(count: int) -> None:
+    x = images(count, 9, 3)
+    whole = scraps(x, generator(4))
+    apart = Scraps(x, generator(4))
+    assert len(apart) == len(whole)
+    for size in (1, 2, 4, 100):
+        assert torch.equal(torch.cat([apart[i : i + size] for i in range(0, len(apart), size)]), whole)
+
+
 def test_patches_stay_whole_and_every_image_has_an_order_of_its_own() -> None:
     x = images(1).expand(12, -1, -1, -1).clone()  # twelve copies of one image
-    shuffled = shuffle_patches(x, 2, 4, generator(0))
+    shuffled = shuffle_patches(x, 2, 4, patch_orders(x, 2, 4, generator(0)))
     orders = []
     for image in shuffled:
         assert Counter(patches(image, 2, 4)) == Counter(patches(x[0], 2, 4))
         orders.append(tuple(patches(x[0], 2, 4).index(p) for p in patches(image, 2, 4)))
     assert len(set(orders)) == 12
-    edge = shuffle_patches(images(3, 9), 2, 2, generator(0))
+    odd = images(3, 9)
+    edge = shuffle_patches(odd, 2, 2, patch_orders(odd, 2, 2, generator(0)))
     assert torch.equal(edge[:, 8], images(3, 9)[:, 8])
     assert torch.equal(edge[:, :, 8], images(3, 9)[:, :, 8])
     assert not torch.equal(edge[:, :8, :8], images(3, 9)[:, :8, :8])

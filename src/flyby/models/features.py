@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +29,20 @@ PIECE, MANY = 16, 512
 MOST = 4 << 30  # bytes that are held of one set of images; where it would be more, they are looked at every time
 
 
-def pieces_of(network: Network, images: Tensor) -> tuple[Tensor, ...]:
+class Rows(Protocol):
+    """Images, or what makes them piece by piece."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
+
+
+def pieces_of(network: Network, images: Rows) -> Iterator[Tensor]:
     """Images in pieces that a network answers at once; on a backbone it makes pieces of its own."""
     device = next(network.parameters()).device
-    return torch.split(images, 512 if network.spec.backbone is not None else at_once(network.spec, 512, device))
+    size = 512 if network.spec.backbone is not None else at_once(network.spec, 512, device)
+    for start in range(0, max(1, len(images)), size):
+        yield images[start : start + size]
 
 
 @torch.no_grad()

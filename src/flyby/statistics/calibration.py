@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flyby.data.site import Site
 from flyby.models import Network
-from flyby.models.features import pieces_of
+from flyby.models.features import Rows, pieces_of
 from flyby.models.heads import cosine
 from flyby.parcels.parcel import Manifest
 from flyby.rng import generator
@@ -28,33 +28,65 @@ OWN, SCRAP, SPREAD = 0, 1, 2  # rows of the `calibration` tensor [3, C]; 0 where
 
 
 @torch.no_grad()
-def cosines(network: Network, images: Tensor) -> Tensor:
+def cosines(network: Network, images: Rows) -> Tensor:
     """What the network, as an expert, says of each class of images [N, H, W, C]: [N, classes]."""
     pieces = pieces_of(network, images)
     return torch.cat([cosine(network, network.shown(network.spec.prepare(piece))) for piece in pieces])
 
 
-def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
+class Scraps:
     """Inputs of no class, three for every image: its mean with another, its left half beside another's right, its
-    patches shuffled."""
+    patches shuffled. They are made where they are asked for: those of many large images would fill the memory."""
+
+    def __init__(self, images: Tensor, rng: torch.Generator) -> None:
+        self.images = images
+        order = torch.randperm(len(images), generator=rng).to(images.device)
+        self.other = torch.empty_like(order)
+        self.other[order] = order.roll(1)  # one cycle through all: nobody is paired with itself unless it is alone
+        self.tall, self.wide = (max(1, side // 4) for side in images.shape[1:3])
+        self.order = patch_orders(images, self.tall, self.wide, rng)
+
+    def __len__(self) -> int:
+        return 3 * len(self.images)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(len(self))
+        found, n = [], len(self.images)
+        for make in (self._mixed, self._joined, self._shuffled):
+            found.append(make(slice(min(max(start, 0), n), min(max(stop, 0), n))))
+            start, stop = start - n, stop - n
+        return torch.cat(found)
+
+    def _mixed(self, rows: slice) -> Tensor:
+        one, two = self.images[rows], self.images[self.other[rows]]
+        return (one + two) / 2 if one.is_floating_point() else ((one.short() + two.short()) // 2).to(torch.uint8)
+
+    def _joined(self, rows: slice) -> Tensor:
+        half = self.images.shape[2] // 2
+        return torch.cat((self.images[rows, :, :half], self.images[self.other[rows]][:, :, half:]), dim=2)
+
+    def _shuffled(self, rows: slice) -> Tensor:
+        return shuffle_patches(self.images[rows], self.tall, self.wide, self.order[rows])
+
+
+def scraps(images: Tensor, rng: torch.Generator) -> Tensor:
+    """All of them at once."""
+    return Scraps(images, rng)[:]
+
+
+def patch_orders(images: Tensor, tall: int, wide: int, rng: torch.Generator) -> Tensor:
+    """An order for the ``tall`` x ``wide`` patches of each image."""
     n, height, width = images.shape[:3]
-    order = torch.randperm(n, generator=rng).to(images.device)
-    other = torch.empty_like(images)
-    other[order] = images[order.roll(1)]  # one cycle through all: nobody is paired with itself unless it is alone
-    tiles = images.is_floating_point()
-    mixed = (images + other) / 2 if tiles else ((images.short() + other.short()) // 2).to(torch.uint8)
-    joined = torch.cat((images[:, :, : width // 2], other[:, :, width // 2 :]), dim=2)
-    return torch.cat((mixed, joined, shuffle_patches(images, max(1, height // 4), max(1, width // 4), rng)))
+    return torch.rand(n, (height // tall) * (width // wide), generator=rng).argsort(1).to(images.device)
 
 
-def shuffle_patches(images: Tensor, tall: int, wide: int, rng: torch.Generator) -> Tensor:
+def shuffle_patches(images: Tensor, tall: int, wide: int, order: Tensor) -> Tensor:
     """Every image with its ``tall`` x ``wide`` patches in an order of its own; a remainder at the edges stays in
     place."""
     n, height, width, channels = images.shape
     rows, columns = height // tall, width // wide
     grid = images[:, : rows * tall, : columns * wide].reshape(n, rows, tall, columns, wide, channels)
     patches = grid.permute(0, 1, 3, 2, 4, 5).reshape(n, rows * columns, tall, wide, channels)
-    order = torch.rand(n, rows * columns, generator=rng).argsort(1).to(images.device)
     patches = patches[torch.arange(n, device=images.device)[:, None], order].reshape(
         n, rows, columns, tall, wide, channels
     )
@@ -83,7 +115,7 @@ def calibrate(network: Network, site: Site, seed: int) -> dict[str, Tensor]:
     rng = generator(seed, site.id, "calibration")
     images, labels = picked_images(network, site, rng)
     network.eval()
-    real, unreal = cosines(network, images), cosines(network, scraps(images, rng))
+    real, unreal = cosines(network, images), cosines(network, Scraps(images, rng))
     table = torch.zeros(3, len(site.class_names))
     for c in sorted(set(labels.tolist())):
         table[OWN, c], table[SCRAP, c] = real[labels == c, c].mean(), unreal[:, c].mean()
