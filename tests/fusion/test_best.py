@@ -19,6 +19,9 @@ from flyby.data.site import Part, Site
 from flyby.errors import BadInput
 from flyby.fusion import FUSIONS, Inbox, evaluation, load_predictor, save_predictor
 from flyby.fusion.base import Server
+from flyby.fusion.distilled.batchnorm import with_distance
+from flyby.fusion.distilled.synthesis import as_unit
+from flyby.fusion.distilled.teachers import Teachers, teaching_of
 from flyby.fusion.ensembles.best import LOUDEST, Best, BestSettings, calibration_of
 from flyby.fusion.ensembles.standardised import FLOOR, Standardised, StandardisedSettings, standardised
 from flyby.fusion.evaluation import scores_of, sizes
@@ -468,3 +471,37 @@ def test_chances_of_best_are_a_softmax_of_its_scores_as_sure_as_sites_measured()
 
 def _told(item: Parcel, method: str) -> Manifest:
     return item.manifest.model_copy(update={"method": method, "meta": {**item.manifest.meta, "temperature": 2.0}})
+
+
+# -- such uploads as teachers
+
+
+@pytest.mark.parametrize("heads", [("turns",), ("turns", "prototype"), ("patches",)])
+@pytest.mark.parametrize("rule", ["best", "experts", "experts-calibrated", "standardised", "iffi"])
+@pytest.mark.parametrize("resident", ["all", "one"])
+def test_a_teacher_looks_in_all_the_ways_in_which_its_rule_does(
+    rule: str, heads: tuple[str, ...], resident: Any
+) -> None:
+    box, images = Inbox(inbox(*heads)), asked(12)
+    predictor, teaching = FUSIONS[rule]().fuse(box), teaching_of(rule, box, Server())
+    teachers = Teachers(box, "cpu", resident, teaching=teaching)
+    with torch.no_grad():
+        wanted = predictor.chances(predictor(images))
+    said = teachers.say(as_unit(images))
+    assert torch.allclose(teachers.answer(torch.full((3,), 1 / 3), said).softmax(1), wanted, atol=1e-5)
+    plain = torch.stack([item.network()(item.network().prepare(images)) for item in box])
+    assert torch.allclose(said[..., :3], plain, atol=1e-5), "logits are of images as they are"
+    assert [teaching.ways(item.manifest.spec) for item in box] == [
+        WAYS if predictor.shows and heads[k % len(heads)] != "prototype" else 1 for k in range(3)
+    ]
+
+
+def test_what_batchnorm_finds_odd_is_a_mean_over_the_ways() -> None:
+    (item, *_) = parcels = inbox("turns")
+    network, teaching = item.network().eval(), teaching_of("best", Inbox(parcels), Server())
+    x = torch.rand((5, 1, 8, 8), generator=generator("odd"))
+    with torch.no_grad():
+        each = [with_distance(network, shifted(x, "turns", way))[1] for way in range(WAYS)]
+        _, off = with_distance(network, x, say=teaching.say)
+    assert float(off) == pytest.approx(float(sum(each)) / WAYS, rel=1e-5)
+    assert float(each[0]) != pytest.approx(float(each[1]), rel=1e-5)

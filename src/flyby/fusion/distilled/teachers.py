@@ -35,7 +35,9 @@ from flyby.fusion.distilled.views import crop_and_flip, site_views
 from flyby.fusion.predictor import Ensemble, Predictor, mean_of_those
 from flyby.models import ModelSpec, Network
 from flyby.models.cost import cost_of
+from flyby.models.heads import HEADS
 from flyby.models.memory import allocate
+from flyby.models.shifts import WAYS
 from flyby.parcels.inbox import Inbox
 from flyby.settings import build, parse_assignment
 from flyby.training.graphs import Captured
@@ -108,6 +110,10 @@ class Teaching:
 
     weighted = True
 
+    def ways(self, spec: ModelSpec) -> int:
+        """How often a network of this spec looks at an image."""
+        return 1
+
     def __init__(self, held: Tensor | None = None) -> None:
         self.held = held
 
@@ -130,29 +136,35 @@ class Probabilities(Teaching):
 
 
 class ByRule(Teaching):
-    """A server rule's own answer, from the same networks: only its tables are kept, not its copy of them. Voices of
-    networks whose features differ in number are filled up with zeros to one length."""
+    """A server rule's own answer, from the same networks: only its tables are kept, not its copy of them. Networks that
+    know a shift look in all its ways where the rule does. Voices of different lengths are filled up with zeros."""
 
     weighted = False
 
     def __init__(self, predictor: Predictor, device: torch.device | str) -> None:
-        members: Iterable[Any] = predictor.networks if predictor.shelf is None else predictor.shelf
+        self.shows = predictor.shows
+        members: Any = predictor.networks if predictor.shelf is None else predictor.shelf
         with torch.no_grad():
-            self.lengths = [predictor.voice(one, torch.zeros(1, one.feature_dim)).shape[1] for one in members]
+            seen = [torch.zeros(1, *([WAYS] if self.ways(one.spec) > 1 else []), one.feature_dim) for one in members]
+            self.shapes = [predictor.voice(one, x).shape[1:] for one, x in zip(members, seen, strict=True)]
+        self.longest = max(shape.numel() for shape in self.shapes)
         predictor.networks, predictor.shelf = nn.ModuleList(), None
         self.predictor, self.classes = predictor.to(device), len(predictor.class_names)
 
+    def ways(self, spec: ModelSpec) -> int:
+        return WAYS if self.shows and HEADS[spec.head].shift else 1
+
     def say(self, network: Network, x: Tensor) -> Tensor:
-        features = network.features(x)
-        logits: Tensor = network.head(features).float()
+        seen = network.shown(x) if self.shows else network.features(x)
+        logits: Tensor = network.head(seen if seen.ndim == 2 else seen[:, 0]).float()
         with exactly(x):
-            voice = self.predictor.voice(network, features.float())
-            return torch.cat((logits, F.pad(voice, (0, max(self.lengths) - voice.shape[1]))), 1)
+            voice = self.predictor.voice(network, seen.float()).flatten(1)
+            return torch.cat((logits, F.pad(voice, (0, self.longest - voice.shape[1]))), 1)
 
     def answer(self, weights: Tensor, said: Tensor) -> Tensor:
         with exactly(said):
-            ends = [self.classes + length for length in self.lengths]
-            voices = [one[:, self.classes : end] for one, end in zip(said, ends, strict=True)]
+            each = zip(said, self.shapes, strict=True)
+            voices = [one[:, self.classes : self.classes + shape.numel()].unflatten(1, shape) for one, shape in each]
             scores = self.predictor.combine(voices, said)
             return self.predictor.chances(scores).clamp_min(TINY).log()
 
@@ -198,7 +210,10 @@ class Teachers:
         self.classes = self.specs[0].classes
         largest = max(self.specs, key=lambda spec: cost_of(spec).multiply_adds)
         self.asked, self.precision = precision, precision_of(precision, largest, self.device)
-        each = {spec: memory_of(spec) for spec in self.specs}
+        each = dict[ModelSpec, tuple[int, int]]()  # bytes of weights, and of activations per image
+        for spec in self.specs:
+            weights, activations = memory_of(spec)
+            each[spec] = weights, activations * self.teaching.ways(spec)
         needed = sum(weights + batch * activations for weights, activations in (each[spec] for spec in self.specs))
         needed += sum(each[spec][0] for spec in self.specs) // 2 if self.device.type == "cuda" else 0
         self.together = resident == "all" or (resident == "auto" and needed <= ROOM.get(self.device.type, 2 << 30))
