@@ -89,7 +89,8 @@ def drawings() -> dict[str, str]:
 def main() -> None:
     for name, svg in drawings().items():
         write_text(IMAGES / f"findings-{name}.svg", svg)
-    shutil.copy(RESULTS / "aurora-lambda.lambda.svg", IMAGES / "findings-lambda.svg")
+    for name, study in (("lambda", "aurora-lambda"), ("learned", "aurora-table3a")):
+        shutil.copy(RESULTS / f"{study}.lambda.svg", IMAGES / f"findings-{name}.svg")
     print(json.dumps(sorted(path.name for path in IMAGES.glob("findings-*.svg"))))
 
 

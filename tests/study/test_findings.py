@@ -22,5 +22,6 @@ def test_the_page_shows_every_figure() -> None:
     page = (ROOT / "docs" / "findings.md").read_text()
     shown = set(re.findall(r"images/(findings-\w+\.svg)", page))
     assert shown == {path.name for path in (ROOT / "docs" / "images").glob("findings-*.svg")}
-    lent = (ROOT / "results" / "aurora-lambda.lambda.svg").read_text()
-    assert (ROOT / "docs" / "images" / "findings-lambda.svg").read_text() == lent
+    for name, study in (("lambda", "aurora-lambda"), ("learned", "aurora-table3a")):
+        lent = (ROOT / "results" / f"{study}.lambda.svg").read_text()
+        assert (ROOT / "docs" / "images" / f"findings-{name}.svg").read_text() == lent
