@@ -6,6 +6,9 @@ import re
 import runpy
 from pathlib import Path
 
+from flyby.study.catalogue import packaged, read_study
+from flyby.study.tables import render
+
 ROOT = Path(__file__).parents[2]
 LABEL = re.compile(r'aria-label="([^"]*)"')
 
@@ -25,3 +28,13 @@ def test_the_page_shows_every_figure() -> None:
     for name, study in (("lambda", "aurora-lambda"), ("learned", "aurora-table3a")):
         lent = (ROOT / "results" / f"{study}.lambda.svg").read_text()
         assert (ROOT / "docs" / "images" / f"findings-{name}.svg").read_text() == lent
+
+
+def test_every_table_says_what_the_rows_say() -> None:
+    """A study takes in rows of others, so that new rows can make an old table wrong."""
+    results = ROOT / "results"
+    tables = [name for name in packaged() if (results / f"{name}.md").exists()]
+    assert len(tables) > 50
+    said = {name: render(read_study(name)[1], results / f"{name}.jsonl").strip() for name in tables}
+    stale = [name for name in tables if (results / f"{name}.md").read_text().strip() != said[name]]
+    assert not stale, f"flyby study {' '.join(stale)} --render"

@@ -31,7 +31,7 @@ class Group(NamedTuple):
     model: str
     clients: int
     split: str
-    epochs: int  # 0 where the lines of the table differ in them
+    epochs: int  # 0 where nothing is trained, or the lines of the table differ in them
 
     @property
     def heading(self) -> str:
