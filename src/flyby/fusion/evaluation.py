@@ -95,10 +95,10 @@ def scores_of(predictor: Predictor, images: Tensor, device: torch.device | str =
     for place, piece in enumerate(torch.split(images, sizes(len(images), step, predictor.least))):
         said = []
         known = f"{name} {place} {step} {len(piece)}" if name else ""
-        for network in predictor.shelf or predictor.networks:
+        for k, network in enumerate(predictor.shelf or predictor.networks):
             seen = LOOKS.features(network, piece, device, known, predictor.shows)  # type: ignore[arg-type]
             parts = [part.to(device) for part in torch.split(seen, sizes(len(piece), batch, predictor.least))]
-            said.append([predictor.voice(network, part).cpu() for part in parts])  # type: ignore[arg-type]
+            said.append([predictor.voice(k, network, part).cpu() for part in parts])  # type: ignore[arg-type]
         asked = torch.split(piece, sizes(len(piece), batch, predictor.least))
         for voices, part in zip(zip(*said, strict=True), asked, strict=True):
             scores.append(predictor.combine([voice.to(device) for voice in voices], part.to(device)).float().cpu())

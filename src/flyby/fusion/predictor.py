@@ -105,8 +105,8 @@ class Predictor(nn.Module):
         empty = torch.zeros(len(self.specs), len(self.class_names), dtype=torch.bool)
         self.register_buffer("held", (empty if held is None else held) if partial else None)
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
-        """What one member says about images that it sees as ``features`` [N, d] (where it ``shows``, [N, R, d] of a
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
+        """What member ``k`` says about images that it sees as ``features`` [N, d] (where it ``shows``, [N, R, d] of a
         member that knows a shift): its logits, where nothing else is written."""
         return network.head(features).float()  # type: ignore[no-any-return]
 
@@ -116,8 +116,8 @@ class Predictor(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         voices = []
-        for network, x in self.members(images):
-            voices.append(self.voice(network, network.shown(x) if self.shows else network.features(x)))
+        for k, (network, x) in enumerate(self.members(images)):
+            voices.append(self.voice(k, network, network.shown(x) if self.shows else network.features(x)))
         return self.combine(voices, images)
 
     def chances(self, scores: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ class Ensemble(Predictor):
 
     weights: Tensor
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
-        logits = super().voice(network, features)
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
+        logits = super().voice(k, network, features)
         return logits if self.mean == "logits" else logits.softmax(-1)
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ class RobustEnsemble(Predictor):
         self.mean, self.trim = mean, trim
         self.hold(held)
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
-        logits = super().voice(network, features)
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
+        logits = super().voice(k, network, features)
         return logits if self.mean == "logits" else logits.softmax(-1)
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:

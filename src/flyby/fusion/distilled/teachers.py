@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -117,7 +118,7 @@ class Teaching:
     def __init__(self, held: Tensor | None = None) -> None:
         self.held = held
 
-    def say(self, network: Network, x: Tensor) -> Tensor:
+    def say(self, k: int, network: Network, x: Tensor) -> Tensor:
         return network(x).float()  # type: ignore[no-any-return]
 
     def answer(self, weights: Tensor, said: Tensor) -> Tensor:
@@ -144,9 +145,11 @@ class ByRule(Teaching):
     def __init__(self, predictor: Predictor, device: torch.device | str) -> None:
         self.shows = predictor.shows
         members: Any = predictor.networks if predictor.shelf is None else predictor.shelf
+        self.shapes: list[torch.Size] = []
         with torch.no_grad():
-            seen = [torch.zeros(1, *([WAYS] if self.ways(one.spec) > 1 else []), one.feature_dim) for one in members]
-            self.shapes = [predictor.voice(one, x).shape[1:] for one, x in zip(members, seen, strict=True)]
+            for k, one in enumerate(members):
+                seen = torch.zeros(1, *[WAYS] * (self.ways(one.spec) > 1), one.feature_dim)
+                self.shapes.append(predictor.voice(k, one, seen).shape[1:])
         self.longest = max(shape.numel() for shape in self.shapes)
         predictor.networks, predictor.shelf = nn.ModuleList(), None
         self.predictor, self.classes = predictor.to(device), len(predictor.class_names)
@@ -154,11 +157,11 @@ class ByRule(Teaching):
     def ways(self, spec: ModelSpec) -> int:
         return WAYS if self.shows and HEADS[spec.head].shift else 1
 
-    def say(self, network: Network, x: Tensor) -> Tensor:
+    def say(self, k: int, network: Network, x: Tensor) -> Tensor:
         seen = network.shown(x) if self.shows else network.features(x)
         logits: Tensor = network.head(seen if seen.ndim == 2 else seen[:, 0]).float()
         with exactly(x):
-            voice = self.predictor.voice(network, seen.float()).flatten(1)
+            voice = self.predictor.voice(k, network, seen.float()).flatten(1)
             return torch.cat((logits, F.pad(voice, (0, self.longest - voice.shape[1]))), 1)
 
     def answer(self, weights: Tensor, said: Tensor) -> Tensor:
@@ -283,14 +286,14 @@ class Teachers:
         with torch.no_grad(), autocast(self.precision, self.device):
             return torch.stack(
                 [
-                    torch.cat([self._one(network, part) for part in torch.split(x, self.batch)])
-                    for network in self.answering()
+                    torch.cat([self._one(k, network, part) for part in torch.split(x, self.batch)])
+                    for k, network in enumerate(self.answering())
                 ]
             )
 
-    def _one(self, network: Network, x: Tensor) -> Tensor:
+    def _one(self, k: int, network: Network, x: Tensor) -> Tensor:
         with self._unlike(len(x)):
-            return self.teaching.say(network, normalise(x, network.spec))
+            return self.teaching.say(k, network, normalise(x, network.spec))
 
     def answer(self, weights: Tensor, said: Tensor) -> Tensor:
         """The teacher's log-scores [N, C]."""
@@ -307,12 +310,13 @@ class Teachers:
         """
         members = self.answering if bn is None else self.networks
         x, (see, bn) = x.detach().requires_grad_(), (without_distance, 0.0) if bn is None else (with_distance, bn)
-        say = self.teaching.say
+        says = [partial(self.teaching.say, k) for k in range(len(self))]
         if self.together:
             with autocast(self.precision, self.device):
                 with self._unlike(len(x)):
                     outs, distances = zip(
-                        *(see(net, normalise(x, net.spec), apart, say) for net in members()), strict=True
+                        *(see(n, normalise(x, n.spec), apart, say) for n, say in zip(members(), says, strict=True)),
+                        strict=True,
                     )
                 total = torch.stack(distances).sum()
                 loss = objective(x, torch.stack(outs)) + bn * total
@@ -324,7 +328,7 @@ class Teachers:
         direct, pulls = torch.autograd.grad(loss, (x, said), allow_unused=True)
         gradient = torch.zeros_like(x) if direct is None else direct
         loss, total = loss.detach(), torch.zeros((), device=x.device)
-        for network, wanted in zip(self.networks(), pulls, strict=True):
+        for network, say, wanted in zip(self.networks(), says, pulls, strict=True):
             with autocast(self.precision, self.device):
                 out, off = see(network, normalise(x, network.spec), apart, say)
             gradient += torch.autograd.grad((out * wanted).sum() + bn * off, x)[0]

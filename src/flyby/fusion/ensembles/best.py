@@ -59,7 +59,7 @@ LOUDEST = 3.0  # times the usual length of features: who understates the usual o
 
 
 class BestPredictor(ExpertsPredictor):
-    """Experts by the rule above. Members say what they see; beside them are kept, of client k, the moments ``mean_k``
+    """Experts by the rule above. Beside the members are kept, of client k, the moments ``mean_k``
     and ``std_k`` [d] and the class directions ``rows_k`` [R, C, d], and of all the ``shares`` w [K]."""
 
     kind = "best"
@@ -88,16 +88,15 @@ class BestPredictor(ExpertsPredictor):
 
     shares: Tensor
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
-        return features.float()
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
+        """Its cosines, and what stands out for it: [N, 2, C]."""
+        seen = features.float()
+        mean, std, rows = (getattr(self, f"{name}_{k}") for name in ("mean", "std", "rows"))
+        return torch.stack((between(seen, rows), stands_out(seen, mean, std, rows, self.form_of.centre)), dim=1)
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
-        cosines, dots = [], []
-        for k, seen in enumerate(voices):
-            mean, std, rows = (getattr(self, f"{name}_{k}") for name in ("mean", "std", "rows"))
-            cosines.append(between(seen, rows))
-            dots.append(stands_out(seen, mean, std, rows, self.form_of.centre))
-        return self.weighed(torch.stack(cosines), torch.stack(dots))
+        cosines, dots = torch.stack(tuple(voices)).unbind(2)
+        return self.weighed(cosines, dots)
 
     def weighed(self, cosines: Tensor, dots: Tensor) -> Tensor:
         """The scores [N, C] from every client's cosines and what stands out for it, both [K, N, C]."""

@@ -70,7 +70,7 @@ class ExpertsPredictor(Predictor):
     votes: Tensor
     calibration: Tensor
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
         """cos(f_k(x), direction of class c at client k): [N, C]."""
         return cosine(network, features)
 

@@ -50,7 +50,7 @@ class IffiPredictor(Predictor):
     shares: Tensor
     noise: Tensor
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
         return features.float()
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:

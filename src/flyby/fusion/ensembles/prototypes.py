@@ -67,7 +67,7 @@ class NearestMeans(Predictor):
     held: Tensor
     scales: Tensor
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
         return features.float()
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:

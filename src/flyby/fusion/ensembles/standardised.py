@@ -76,7 +76,7 @@ class StandardisedPredictor(Predictor):
     mean: Tensor
     std: Tensor
 
-    def voice(self, network: Network, features: Tensor) -> Tensor:
+    def voice(self, k: int, network: Network, features: Tensor) -> Tensor:
         return features.float()
 
     def combine(self, voices: Sequence[Tensor], images: Tensor) -> Tensor:
