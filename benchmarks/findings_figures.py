@@ -8,6 +8,7 @@ writes docs/images/findings-*.svg.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +28,7 @@ RECIPES = {  # what is asked for beside float64 sums, in the order of docs/backb
     "mirrored, all layers, 4,000 random": {"model.looks", "model.layers", "fusion.even", "random"},
     "the same, lambda 0.001": {"model.looks", "model.layers", "fusion.even", "random", "fusion.lam"},
 }
+ROUNDED = {"fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD"}
 PAIRS = {  # clients and rule
     "FAFI, IFFI": ("fafi", "iffi:prototypes=uniform"),
     "FAFI, experts-calibrated": ("fafi", "experts-calibrated"),
@@ -69,16 +71,30 @@ def summit() -> dict[str, Point]:
     return {line: (fmean(one[split] for split in common), None) for line, one in found.items()}
 
 
+def meetings() -> dict[str, Point]:
+    """Plain clients: one upload under each rule, then many rounds, each with all that was sent both ways."""
+    found: dict[str, tuple[int, list[float]]] = {}
+    for row in read_rows(RESULTS / "rounds-cifar10-small.jsonl"):
+        rounds = row.get("rounds") or 0
+        if row["method"] == "fedavg" and rounds != 1:
+            sent = (row["bytes_up"] + (row.get("bytes_down") or 0)) / 1e6
+            name = re.split("[ ,]", row["fusion"])[0]
+            told = f"{rounds} rounds of {ROUNDED[name]}" if rounds else f"one upload, {name}"
+            found.setdefault(f"{told}, {sent:.0f} MB", (rounds, []))[1].append(100 * row["accuracy"])
+    lines = sorted(found.items(), key=lambda one: one[1][0])
+    return {name: mean_error(values) if len(values) > 1 else (values[0], None) for name, (_, values) in lines}
+
+
 def drawings() -> dict[str, str]:
     """Every figure by its name."""
     made = {}
-    for name, study in (("rules", "aurora-cifar10"), ("rounds", "rounds-digits")):
-        (chart,) = charts(standing(read_study(study)[1], RESULTS / f"{study}.jsonl"))
-        draw, words = chart.drawn()
-        made[name] = on_paper(draw(chart.stem, chart.spoken, *words))
+    (chart,) = charts(standing(read_study("aurora-cifar10")[1], RESULTS / "aurora-cifar10.jsonl"))
+    draw, words = chart.drawn()
+    made["rules"] = on_paper(draw(chart.stem, chart.spoken, *words))
     for name, title, points in (
         ("fol", "FOL on Hurricane, common images, 12 nodes, with standard errors", fol()),
         ("best", "Mean over six splits of CIFAR-10, CIFAR-100 and SVHN, ResNet-18, 100 epochs", summit()),
+        ("rounds", "CIFAR-10, LeNet, five sites, alpha .1, 60 epochs in all, and what is sent both ways", meetings()),
         ("backbones", "Closed form over efficientnet-lite2 on CIFAR-10, any split", recipes()),
     ):
         spoken = f"{title}: " + "; ".join(f"{line} {mean:.1f} %" for line, (mean, _) in points.items())

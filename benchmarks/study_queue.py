@@ -30,6 +30,7 @@ from typing import Any
 from rule_forms import keep
 
 from flyby.data.sources import SOURCES
+from flyby.errors import FlybyError
 from flyby.settings import build
 from flyby.study.catalogue import Study, read_study
 from flyby.study.grid import cells, run_study
@@ -45,7 +46,11 @@ def take(queue: Path, data_root: Path) -> dict[str, Any] | None:
         lines = file.read().splitlines()
         for place, line in enumerate(lines):
             job: dict[str, Any] = json.loads(line)
-            if all(name in SOURCES or (data_root / name).exists() for name in grid_of(job).data):
+            try:
+                ready = all(name in SOURCES or (data_root / name).exists() for name in grid_of(job).data)
+            except FlybyError:
+                ready = True  # whoever takes it will say what is wrong, and go on with the next
+            if ready:
                 file.seek(0)
                 file.truncate()
                 file.write("".join(f"{other}\n" for other in (*lines[:place], *lines[place + 1 :])))

@@ -79,6 +79,10 @@ def test_jobs_leave_a_queue_in_order_and_wait_for_their_data(tmp_path: Path, mon
     (data / "far").mkdir()
     assert take(queue, data)["name"] == "far"
     assert take(queue, data) is None
+    queue.write_text(json.dumps({**jobs[2], "study": "nobody-knows-it"}) + "\n" + json.dumps(jobs[2]) + "\n")
+    assert [take(queue, data)["study"] for _ in range(2)] == ["nobody-knows-it", "summit-choose-digits"], (
+        "no worker ends"
+    )
 
 
 def test_every_job_that_waits_for_a_gpu_is_part_of_its_study(monkeypatch: pytest.MonkeyPatch) -> None:
