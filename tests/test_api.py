@@ -189,6 +189,16 @@ def test_a_model_saved_and_loaded_answers_the_same(parcels: list[parcel.Parcel],
     assert torch.equal(flyby.load_model(tmp_path / "global").scores(images), model.scores(images))
 
 
+def test_a_model_is_saved_in_place_of_nothing_but_a_model(parcels: list[parcel.Parcel], tmp_path: Path) -> None:
+    model, images = flyby.fuse(parcels), tmp_path / "images"
+    images.mkdir()
+    (images / "cat.jpg").write_bytes(b"years of work")
+    with pytest.raises(BadInput, match="something else than a model"):
+        model.save(images)
+    assert (images / "cat.jpg").read_bytes() == b"years of work"
+    assert model.save(tmp_path / "global") == model.save(tmp_path / "global")
+
+
 def test_parcels_go_through_files(parcels: list[parcel.Parcel], tmp_path: Path) -> None:
     flyby.write_parcel(parcels[0], tmp_path / "a.parcel")
     assert parcel.to_bytes(flyby.read_parcel(tmp_path / "a.parcel")) == parcel.to_bytes(parcels[0])

@@ -30,7 +30,7 @@ from flyby.errors import BadInput, unknown
 from flyby.fusion.base import Server
 from flyby.fusion.card import held_by
 from flyby.fusion.evaluation import accuracy, check_fit, per_class, scores_of
-from flyby.fusion.predictor import Predictor, load_predictor, save_predictor
+from flyby.fusion.predictor import Predictor, check_replaceable, load_predictor, save_predictor
 from flyby.machine import as_a_site, pick_device
 from flyby.meeting.pipeline import Personal, check_site
 from flyby.meeting.pipeline import orient as personalise
@@ -257,7 +257,9 @@ class Model:
         return Judged(accuracy(scores, labels), by_class, confusion.numpy(), len(labels))
 
     def save(self, folder: Path | str, *, export: bool = False) -> Path:
-        """Write a deployable folder; ``export`` adds a program that plain PyTorch loads."""
+        """Write a deployable folder; ``export`` adds a program that plain PyTorch loads. An older model there is
+        replaced; a folder that holds anything else is refused."""
+        check_replaceable(Path(folder))
         return save_predictor(self.predictor, folder, self.card, export=export)
 
     def __repr__(self) -> str:
