@@ -80,8 +80,16 @@ def test_only_what_flyby_wrote_is_replaced(tmp_path: Path, extra: str) -> None:
     if extra != "model.json":
         (out / extra).write_text("precious")
     said = one_line(call("fuse", *paths, "--fusion", "fedavg", "--no-export", "--out", out))
-    assert "name a new folder with --out" in said
+    assert "name a new folder" in said
     assert json.loads((out / "model.json").read_text()) == {"my": "own"}
+
+
+def test_the_folder_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, out = uploads(tmp_path), tmp_path / "global"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    assert "you are in it" in one_line(call("fuse", *paths, "--fusion", "fedavg", "--no-export", "--out", "."))
+    assert not list(out.iterdir())
 
 
 def test_an_older_model_is_replaced_and_one_with_something_added_is_not(tmp_path: Path) -> None:

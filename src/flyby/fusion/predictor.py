@@ -243,14 +243,16 @@ def check_replaceable(folder: Path, own: Iterable[str] = ()) -> None:
         raise BadInput(f"{folder} is a link, and a link is not written through; name the folder itself")
     if not folder.is_dir():
         return
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise BadInput(f"{folder} is replaced whole, and you are in it; go to another folder, or name a new one")
     strange, empty = strangers(folder, (*FILES, *own)), not any(folder.iterdir())
     if strange or not (empty or (folder / MODEL).exists()):
         what = repr(strange[0]) if strange else "no model.json"
-        raise BadInput(f"{folder} holds something else than a model of flyby ({what}); name a new folder with --out")
+        raise BadInput(f"{folder} holds something else than a model of flyby ({what}); name a new folder")
     if not empty:
         config = read_json(folder / MODEL)
         if not isinstance(config, dict) or not {"format", "kind", "specs"} <= config.keys():
-            raise BadInput(f"{folder / MODEL} was not written by flyby; name a new folder with --out")
+            raise BadInput(f"{folder / MODEL} was not written by flyby; name a new folder")
 
 
 def model_folder(folder: Path) -> Path:
