@@ -24,6 +24,7 @@ from flyby.errors import BadInput
 from flyby.parcels import parcel
 
 ROOT = Path(__file__).parents[1]
+IMAGES = make_images(2, (8, 8), 1)
 HERE = Path(flyby.__file__).parent
 
 
@@ -212,6 +213,14 @@ def test_a_node_personalises(sites: Sites, parcels: list[parcel.Parcel]) -> None
     assert personal.predict(sites[0].val.images).shape == (len(sites[0].val),)
 
 
+def test_a_node_takes_paths_and_settings_take_numbers_of_numpy(
+    sites: Sites, parcels: list[parcel.Parcel], tmp_path: Path
+) -> None:
+    flyby.write_parcel(parcels[1], tmp_path / "b.parcel")
+    assert flyby.orient(parcels[0], [tmp_path / "b.parcel"], sites[0], "fol-n", settings={"epochs": 1})
+    assert flyby.recipe_for(sites[0], "fedavg", settings={"train.lr": np.float32(0.5)}).train.lr == 0.5
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -224,6 +233,27 @@ def test_a_node_personalises(sites: Sites, parcels: list[parcel.Parcel]) -> None
         (lambda s, p: flyby.load("no-such-data"), "no-such-data"),
         (lambda s, p: flyby.load("digits").split(clients=0), "clients"),
         (lambda s, p: flyby.orient(p[0], p[1:], s[0], "foll"), "did you mean 'fol"),
+        (lambda s, p: flyby.train(s), "one site, such as .* of type Sites"),
+        (lambda s, p: flyby.train(s[0], None), "unknown method None"),
+        (lambda s, p: flyby.train(s[0], settings=["train.lr=1"]), "settings are a dict"),
+        (lambda s, p: flyby.orient(p[0], p[1:], s[0], settings=["top=1"]), "settings are a dict"),
+        (lambda s, p: flyby.train(s[0], settings={"train.lr": object()}), "a setting is a number"),
+        (lambda s, p: flyby.train_all(list(s)), "that data.split"),
+        (lambda s, p: flyby.fuse(p[0]), "as a list"),
+        (lambda s, p: flyby.fuse("a.parcel"), "as a list"),
+        (lambda s, p: flyby.fuse([None]), "path of a .parcel"),
+        (lambda s, p: flyby.orient(p[0], p[1], s[0]), "as a list"),
+        (lambda s, p: flyby.orient(p[0], p[1:], s.data), "a node's images are a site"),
+        (lambda s, p: flyby.fuse(p).predict("cat.jpg"), "an array or a tensor"),
+        (lambda s, p: flyby.fuse(p).evaluate((s.data.test.images, s.data.test.labels)), "judged on data"),
+        (lambda s, p: flyby.fuse(p).evaluate(s[0].val), "judged on data"),
+        (lambda s, p: flyby.fuse(p).evaluate(None), "no test images"),
+        (lambda s, p: flyby.load(None), "None is no data"),
+        (lambda s, p: flyby.load(IMAGES, [0, 1], size=8), "unknown word .* 'size'"),
+        (lambda s, p: flyby.load(IMAGES, [0, 1], test=IMAGES), "a pair of images"),
+        (lambda s, p: flyby.load(IMAGES, [0, 1], holdout="some"), "a share such as"),
+        (lambda s, p: flyby.load(IMAGES, [0, 1], class_names="ab"), "a list with one name"),
+        (lambda s, p: flyby.load(IMAGES, [0, -1]), "a label -1; number the classes from 0"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from flyby.data.settings import DataSettings
 from flyby.data.site import Site, part_of
 from flyby.engines.engine import engine_named
 from flyby.engines.jobs import Job
-from flyby.errors import BadInput, unknown
+from flyby.errors import BadInput, expect, unknown
 from flyby.fusion.base import Server
 from flyby.fusion.card import held_by
 from flyby.fusion.evaluation import accuracy, check_fit, per_class, scores_of
@@ -75,10 +76,12 @@ def load(data: Any, labels: Arrays | Sequence[int] | None = None, *, holdout: fl
         words = {"name": str(data), **how} | ({} if holdout is None else {"holdout": holdout})
         settings = build(DataSettings, words, "data")
         return Data.of(settings.load(), settings.absolute())
-    share: dict[str, Any] = {"holdout": 0.2 if holdout is None else holdout} if "test" not in how else {}
-    if labels is None:
-        return Data.of(bundle_from_torch(data, **share, **how))
-    return Data.of(bundle_from(data, labels, **share, **how))
+    read: Callable[..., DataBundle] = bundle_from_torch if labels is None else bundle_from
+    allowed = signature(read).parameters.keys() - {"data", "images", "labels"}
+    if strange := [word for word in how if word not in allowed]:
+        raise unknown("word for images from Python", strange[0], allowed)
+    share = {"holdout": 0.2 if holdout is None else holdout} if how.get("test") is None else {}
+    return Data.of(read(*((data,) if labels is None else (data, labels)), **share, **how))
 
 
 def recipe_for(
@@ -96,8 +99,9 @@ def recipe_for(
     if strange := [word for word in words if word not in allowed]:
         raise unknown("word of a training", strange[0], allowed)
     config = make_config(
-        method, assignments=assignments({**standing(words), **(settings or {})}), **_among(NAMED, words)
+        method, assignments=[*assignments(standing(words)), *assignments(settings)], **_among(NAMED, words)
     )
+    expect(site, Site, "a training is of one site, such as data.split(clients=5)[0]")
     part = site.train
     sample = Dataset(part.images.numpy(), np.zeros(len(part), dtype=np.int64), site.class_names, "")
     return plan(config, DataBundle("site", sample, mirror=site.mirror)).normalised(sample).recipe
@@ -145,6 +149,7 @@ def train(
     >>> flyby.train(site, method="fedavg", epochs=1).manifest.sender
     'site-0'
     """
+    expect(site, Site, "a training is of one site, such as data.split(clients=5)[0]")
     site = site if classes is None else listed_site(site, classes)
     recipe, where = recipe_for(site, method, settings=settings, **words), pick_device(device)
     with as_a_site(where):
@@ -161,6 +166,7 @@ def train_all(
     >>> [parcel.manifest.sender for parcel in flyby.train_all(sites, method="fedavg", epochs=1, engine="inline")]
     ['site-0', 'site-1']
     """
+    expect(sites, Sites, "train_all takes the sites that data.split(...) gave, all of them; flyby.train takes one")
     recipe, where = recipe_for(sites[0], method, **how), pick_device(device)
     with tempfile.TemporaryDirectory(prefix="flyby-") as place:
         run = Run(place)
@@ -225,6 +231,7 @@ class Model:
 
     def scores(self, images: Arrays) -> Tensor:
         """What it says for each class, [N, C]; the largest is the answer."""
+        expect(images, (Tensor, np.ndarray, list, tuple), "a model is asked about an array or a tensor of images")
         pixels = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))
         return scores_of(self.predictor, pixels, self.device)
 
@@ -241,7 +248,9 @@ class Model:
     def evaluate(self, data: Dataset | DataBundle | Site, *, skip_unknown: bool = False) -> Judged:
         """Accuracy on labelled images, whose classes are matched by name; of a whole bundle or site, on its test
         images. Classes that the model does not know are refused, or with ``skip_unknown`` left out."""
-        judged = data if isinstance(data, Dataset) else data.test
+        kinds = (Dataset, DataBundle, Site, type(None))
+        expect(data, kinds, "a model is judged on data such as data.test or flyby.load(images, labels).train")
+        judged = data if data is None or isinstance(data, Dataset) else data.test
         if judged is None or not len(judged):
             raise BadInput("there are no test images to judge by; name labelled images, such as data.train")
         if not isinstance(judged, Dataset):
@@ -285,12 +294,23 @@ def fuse(
     >>> flyby.fuse([flyby.train(site, method="fedavg", epochs=1) for site in sites])
     <Model single of 1 x cnn-small, 10 classes>
     """
-    inbox = Inbox(parcels, build(Limits, dict(limits or {}), "limits"))
+    inbox = Inbox(_listed(parcels), build(Limits, dict(limits or {}), "limits"))
     methods = [m.method for m in inbox.manifests]
     rule = rule_named(fusion or rule_for(methods), assignments(settings), methods)
     predictor = rule.fuse(inbox, Server(proxy, seed, pick_device(device)))
     card = {"fusion": rule.name, "sites": len(inbox), "held": held_by(inbox.manifests)}
     return Model(predictor, device=device, card=card)
+
+
+def _listed(parcels: Iterable[Parcel | Path | str]) -> list[Parcel | Path]:
+    many = "flyby takes parcels as a list, of one too: [parcel]"
+    if isinstance(parcels, str | Path):
+        raise BadInput(f"{many}; this is of type {type(parcels).__name__}")
+    expect(parcels, Iterable, many)
+    listed = list(parcels)
+    for one in listed:
+        expect(one, (Parcel, Path, str), "a parcel is what flyby.train gives, or the path of a .parcel")
+    return [one if isinstance(one, Parcel) else Path(one) for one in listed]
 
 
 def load_model(
@@ -314,8 +334,8 @@ def load_model(
 
 
 def orient(
-    own: Parcel,
-    received: Sequence[Parcel],
+    own: Parcel | Path | str,
+    received: Iterable[Parcel | Path | str],
     site: Site,
     variant: str = "fol",
     *,
@@ -331,11 +351,13 @@ def orient(
     >>> flyby.orient(own, received, sites[0], variant="fol-n", settings={"epochs": 1})
     <Model single of 1 x cnn-small, 10 classes>
     """
+    expect(site, Site, "a node's images are a site, such as data.split(clients=5, val=0.15)[0]")
+    own, *others = (one if isinstance(one, Parcel) else read_parcel(one) for one in _listed([own, *_listed(received)]))
     if own.manifest.class_names != site.class_names:
         site = listed_site(site, own.manifest.class_names)
     check_site(own, site, variant)
-    chosen = build(OrientSettings, {**stage_defaults(site.size, variant)[1], **(settings or {})}, "orient")
-    made: Personal = personalise(own, received, site, chosen, seed=seed, device=pick_device(device), variant=variant)
+    chosen = build(OrientSettings, {**stage_defaults(site.size, variant)[1], **_dict(settings)}, "orient")
+    made: Personal = personalise(own, others, site, chosen, seed=seed, device=pick_device(device), variant=variant)
     return Model(made.predictor, device=device, card={"method": variant, "node": own.manifest.sender})
 
 
@@ -368,7 +390,7 @@ def _config(method: str, data: str, settings: Mapping[str, Any] | None, words: d
     split = {("name" if word == "split" else word): words[word] for word in SPLIT if word in words}
     return make_config(
         method,
-        assignments=assignments({**standing(words), **(settings or {})}),
+        assignments=[*assignments(standing(words)), *assignments(settings)],
         data={"name": data, "size": words.get("size")},
         split=split,
         orient=_among(MEETINGS, words),
@@ -392,7 +414,18 @@ def standing(words: Mapping[str, Any]) -> dict[str, Any]:
 
 def assignments(settings: Mapping[str, Any] | None) -> list[str]:
     """Settings as the words of ``--set``."""
-    return [f"{name}={json.dumps(value)}" for name, value in (settings or {}).items()]
+    return [f"{name}={json.dumps(value, default=_number)}" for name, value in _dict(settings).items()]
+
+
+def _dict(settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    expect(settings, (Mapping, type(None)), 'settings are a dict such as {"train.lr": 0.01}')
+    return settings or {}
+
+
+def _number(value: Any) -> Any:
+    """A number of numpy's, or an array of them, as JSON has it."""
+    expect(value, (np.generic, np.ndarray), "a setting is a number, a word, true or false, or a list of them")
+    return value.tolist()
 
 
 def read_parcel(path: Path | str) -> Parcel:

@@ -25,10 +25,16 @@ class Diverged(FlybyError):
     exit_code = 3
 
 
-def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> BadInput:
+def expect(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Refuse a value of another type: ``what`` says what takes it and what would do."""
+    if not isinstance(value, kind):
+        raise BadInput(f"{what}; this is of type {type(value).__name__}")
+
+
+def unknown(kind: str, name: object, known: Iterable[str], where: str = "") -> BadInput:
     """The error for an unknown name, with the nearest known names suggested; where none is near, all of them, or of
     many ``where`` to read them."""
     names = sorted(set(known))
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(name).lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else where or f"known: {', '.join(names)}."
     return BadInput(f"unknown {kind} {name!r}; {hint}")

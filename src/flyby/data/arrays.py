@@ -16,7 +16,7 @@ from flyby import rng
 from flyby.data.dataset import DataBundle, Dataset, content_digest
 from flyby.data.photos import Pixels, flattened
 from flyby.data.tiles import check_channels, held, unusable
-from flyby.errors import BadInput
+from flyby.errors import BadInput, expect
 from flyby.names import MOST_LABELS, check_labels
 
 Labels = npt.NDArray[np.int64]
@@ -46,6 +46,12 @@ def bundle_from(
     >>> len(data.train), data.train.size, data.test.class_names
     (2, (8, 8), ('cat', 'dog'))
     """
+    if test is not None and not (isinstance(test, tuple | list) and len(test) == 2):
+        raise BadInput("test is a pair of images and their labels: test=(test_images, test_labels)")
+    if isinstance(class_names, str):
+        raise BadInput(
+            f'class_names is a list with one name for each class, such as ["cat", "dog"], not {class_names!r}'
+        )
     read = [_pair(images, labels, "")] + ([] if test is None else [_pair(*test, " of test")])
     if read[-1][0].shape[1:] != read[0][0].shape[1:]:
         shapes = " and ".join("x".join(map(str, x.shape[1:])) for x, _ in read)
@@ -94,6 +100,10 @@ def _pair(images: Any, labels: Any, word: str) -> tuple[Pixels, Labels]:
 def _read(data: Iterable[Pair]) -> tuple[Pixels, list[int]]:
     images: list[Pixels] = []
     labels: list[int] = []
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise BadInput(
+            f"{data!r} is no data: give a name or a path as --data takes it, images and labels, or a torch Dataset"
+        )
     # By number where it has a length: most datasets never say that they are at their end.
     source: Any = data
     for row, item in enumerate((source[i] for i in range(len(source))) if hasattr(source, "__len__") else source):
@@ -174,6 +184,8 @@ def as_labels(labels: npt.NDArray[Any], count: int, what: str) -> Labels:
 def numbered(*labels: Labels) -> list[str]:
     """Class names for images that come without: the labels themselves."""
     count = max(int(part.max(initial=-1)) for part in labels) + 1
+    if (least := min(int(part.min(initial=0)) for part in labels)) < 0:
+        raise BadInput(f"there is a label {least}; number the classes from 0")
     if count > MOST_LABELS:
         raise BadInput(
             f"label {count - 1} looks like an identifier rather than a class; number the classes from 0 or give their"
@@ -189,6 +201,7 @@ def check_classes(names: Sequence[str], what: str) -> None:
 
 
 def check_holdout(share: float) -> None:
+    expect(share, (int, float), "data.holdout is a share such as .2")
     if not 0.0 <= share < 1.0:
         raise BadInput(
             f"data.holdout is the share of images kept for testing and must be at least 0 and below 1, not {share}"
