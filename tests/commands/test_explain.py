@@ -10,7 +10,7 @@ from factories import call, done, one_line
 from flyby.fusion import FUSIONS
 from flyby.models import ARCHITECTURES
 from flyby.objectives import OBJECTIVES
-from flyby.runs.config import make_config
+from flyby.runs.config import SECTIONS, make_config
 from flyby.runs.explain import GROUPS, everything, explain
 from flyby.runs.methods import METHODS
 
@@ -92,6 +92,13 @@ def test_groups_models_and_single_keys() -> None:
 def test_every_group_is_explained_with_its_keys(group: str) -> None:
     text = done("explain", group).out
     assert all(f"{row['key']}=" in text for row in explain(group)[0]["keys"])
+
+
+def test_every_section_and_every_split_is_explained() -> None:
+    assert SECTIONS.keys() <= GROUPS.keys()
+    assert explain("contacts.chunk")[0]["keys"][0]["default"] == 65536
+    assert "split.name=by-label" in done("explain", "by-label").out
+    assert "flyby backbones" in one_line(call("explain", "efficientnet-lite0"))
 
 
 def test_a_key_that_is_shown_can_be_set() -> None:

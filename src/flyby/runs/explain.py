@@ -1,5 +1,5 @@
-"""What there is, by name: methods, server rules, objectives, models, statistics and groups of settings, each with every
-key that ``--set`` takes."""
+"""What there is, by name: methods, server rules, objectives, models, statistics, splits and groups of settings, each
+with every key that ``--set`` takes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from flyby.data.splits import SPLITS
 from flyby.data.views import ViewSettings
 from flyby.errors import BadInput, unknown
 from flyby.fusion import FUSIONS, Fusion
@@ -32,6 +33,7 @@ GROUPS: dict[str, tuple[type[BaseModel], str]] = {
     "split": (SECTIONS["split"], "how the data is divided among the sites"),
     "model": (SECTIONS["model"], "the network; sizes, channels and classes come from the data"),
     "attack": (SECTIONS["attack"], "sites that lie, to see what survives them"),
+    "contacts": (SECTIONS["contacts"], "how a run follows a contact plan (--contacts)"),
     "orient": (FleetSettings, "nodes that meet (fol and its kin); small images have shorter stages by default"),
 }
 OWNED = {"objective": "an objective", "fusion": "a server rule"}
@@ -72,6 +74,7 @@ def explain(name: str) -> list[Row]:
         "objective": (OBJECTIVES, _objective),
         "model": (ARCHITECTURES, _model),
         "statistic": (STATISTICS, _statistic),
+        "split": (SPLITS, _split),
     }
     if not name:
         raise BadInput("name what to explain; `flyby methods` lists what there is")
@@ -90,10 +93,14 @@ def explain(name: str) -> list[Row]:
             *OBJECTIVES,
             *ARCHITECTURES,
             *STATISTICS,
+            *SPLITS,
             *GROUPS,
             *(r["key"] for r in everything()),
         }
-        raise unknown("name", name, names, "`flyby methods` lists what there is, `flyby data` the data and the splits")
+        more = (
+            "`flyby methods` lists what there is, `flyby data` the data and the splits, `flyby backbones` the backbones"
+        )
+        raise unknown("name", name, names, more)
     return found
 
 
@@ -243,6 +250,11 @@ def _statistic(name: str) -> Row:
     text = " ".join((STATISTICS[name].__doc__ or "").split("\n\n")[0].split())
     rules = [f.name for f in FUSIONS.values() if name in f.needs]
     return {"about": text, "ask": f"--set objective.send=[{name}]", "rules": rules, "keys": []}
+
+
+def _split(name: str) -> Row:
+    text = " ".join((SPLITS[name].__doc__ or "").split("\n\n")[0].split())
+    return {"about": text, "keys": keys(SECTIONS["split"], "split", {"name": name})}
 
 
 def _fitting(provided: frozenset[str]) -> list[str]:
