@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -148,6 +149,12 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot write"), files.atomic_folder(tmp_path / "file" / "below"):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_named_by_a_folder_that_lasts(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with files.atomic_folder(tmp_path / "out") as tmp, files.atomic_folder(tmp / "inner") as deep:
+        assert f"disk of {tmp_path} (" in str(files.unwritable(deep / "model.pt2", full))
 
 
 def test_json_for_people(tmp_path: Path) -> None:

@@ -38,13 +38,17 @@ def digest(value: Any, length: int = 16) -> str:
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+MARK = r"\.[a-z0-9_]{8}\.(part|old)"  # as tempfile ends the names of what is not whole yet
 
 
 def unwritable(path: Path | str, error: OSError) -> BadInput:
     """What the system has against writing ``path``, as one sentence; a full disk says how to go on."""
     if error.errno in FULL:
+        folder = Path(path).absolute().parent
+        while re.fullmatch(rf"\..*{MARK}", folder.name):  # one that is being built, and gone by now
+            folder = folder.parent
         return BadInput(
-            f"no room left on the disk of {Path(path).absolute().parent} ({os.strerror(error.errno)}), so"
+            f"no room left on the disk of {folder} ({os.strerror(error.errno)}), so"
             f" {Path(path).name} was not written; make room and give the same command again (flyby run: with --resume),"
             " it goes on from what is there"
         )
@@ -199,10 +203,9 @@ def sole_writer(path: Path | str, patience: float = 0.0) -> Iterator[None]:
         raise unwritable(path, error) from error
     with handle:
         try:
-            # As tempfile names them, and so no other output's; a folder that is built inside one that is built has both
-            # their marks.
-            name, mark = re.escape(path.name), r"\.[a-z0-9_]{8}\.(part|old)"
-            left = re.compile(rf"\.{name}{mark}|\.\.{name}{mark}{mark}")
+            # No other output's; a folder that is built inside one that is built has both their marks.
+            name = re.escape(path.name)
+            left = re.compile(rf"\.{name}{MARK}|\.\.{name}{MARK}{MARK}")
             sweep(entry for entry in path.parent.iterdir() if left.fullmatch(entry.name))
             yield
         finally:
