@@ -44,9 +44,14 @@ def check_labels(names: Sequence[str], what: str) -> None:
         raise BadInput(f"the class names of {what} are longer than {MOST_TEXT >> 20} MB together; shorten them")
 
 
+def is_name(text: str) -> bool:
+    """Whether a participant may be called so."""
+    return re.fullmatch(PATTERN, text) is not None
+
+
 def check_name(name: str) -> None:
     """Refuses what is no participant's name, with one sentence."""
-    if not re.fullmatch(PATTERN, name):
+    if not is_name(name):
         raise BadInput(
             f"a site cannot be called {name!r}; use at most {LONGEST} letters, digits and . _ : @ + -, and no dot first"
         )

@@ -492,6 +492,7 @@ def test_train_refuses_a_bad_place_or_name_before_it_trains(shelf: Path, tmp_pat
     assert "is a folder" in one_line(call("train", *data, "--out", tmp_path))
     assert "'my site'" in one_line(call("train", *data, "--out", tmp_path / "my site.parcel"))
     assert "cannot be called" in one_line(call("train", *data, "--out", tmp_path / "a.parcel", "--site", "../a"))
+    assert "give it one with --site" in one_line(call("train", *data, "--out", tmp_path / "Köln.parcel"))
     assert "note.txt" in one_line(call("train", *data, "--out", shelf / "note.txt" / "a.parcel"))
     assert list(tmp_path.iterdir()) == []
 

@@ -119,11 +119,20 @@ def train(
         classes=class_list(classes) if classes else None,
         synonyms=read_synonyms(synonyms) if synonyms else None,
     )
-    made = train_parcel(config, out, site or (secret and secret.sender) or out.stem, manner)
+    made = train_parcel(config, out, site or (secret and secret.sender) or _called(out), manner)
     facts = _facts(made, out, secret.public.fingerprint if secret else None)
     if report:
         facts["report"] = train_report(made, out)
     say(facts, as_json, _story(made, out, facts.get("report"), masked=mask is not None))
+
+
+def _called(out: Path) -> str:
+    """The site's name, where nobody says it: that of its file."""
+    from flyby.names import is_name
+
+    if not is_name(out.stem):
+        raise BadInput(f"a site is called as its file, and {out.stem!r} is no name for one; give it one with --site")
+    return out.stem
 
 
 def _alike(taken: Like | None, epochs: int | None) -> list[str]:
