@@ -402,7 +402,7 @@ def test_the_commands_of_the_satellites_page_work_one_after_another(
     assert [line.split()[1] for line in told] == ["keys", "train", "keys", "orient", "orient", "inspect"]
     said = [done(*line.split()[1:], *(shorter if " orient " in line else ())).out for line in told]
     assert "sat-a, round 1: 1 new, 0 refused" in said[3]
-    assert "round 1 stands: nothing new came (0 new, 0 refused, 1 used in earlier rounds)" in said[4]
+    assert "round 1 stands: nothing new came (0 new, 0 refused, 1 seen before)" in said[4]
     assert {path.name for path in (tmp_path / "node").iterdir()} == {
         words(row[0])[0].split("/")[0] for row in tables("satellites")[1][1:]
     }

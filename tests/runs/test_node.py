@@ -41,7 +41,7 @@ from flyby.meeting.pipeline import Personal
 from flyby.parcels import parcel
 from flyby.parcels.ledger import Ledger, SecondCrossing
 from flyby.runs import node as node_module
-from flyby.runs import nodefolder
+from flyby.runs import nodefolder, progress
 from flyby.runs.nodefolder import NodeFolder
 from flyby.runs.population import Node, Population
 
@@ -176,7 +176,7 @@ def content(node: Path) -> dict[str, bytes]:
 def test_a_round_that_is_given_twice_is_done_once(world: Path, node: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in node.rglob("*")}
     answer = done(*words_of(world, node, 1))
-    assert "round 1 stands: nothing new came (0 new, 0 refused, 2 used in earlier rounds)" in answer.out
+    assert "round 1 stands: nothing new came (0 new, 0 refused, 2 seen before)" in answer.out
     assert {path: path.stat().st_mtime_ns for path in node.rglob("*")} == before
 
 
@@ -195,6 +195,12 @@ def test_what_is_not_named_again_stays_as_it_was(world: Path, node: Path) -> Non
     assert "me" in shown
     assert "fol-n" in shown
     assert done("inspect", node, "--json").json["rounds"] == state["rounds"]
+
+
+def test_a_round_says_that_it_goes_on(world: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENT", 0.001)
+    words = ("orient", "--node", node, "--received", world / "2", "--data", world / "mine.npz", *QUIET)
+    assert "round 2 of me (" in done(*words, "--method", "fol-n").err
 
 
 def test_the_personal_model_may_go_elsewhere(world: Path, tmp_path: Path) -> None:
@@ -329,7 +335,7 @@ def test_images_without_labels_and_a_budget(world: Path, node: Path, tmp_path: P
     """New images are news, with labels or without."""
     make_tree(tmp_path / "seen", *stripes(12, seed=5), STRIPES)
     words = words_of(world, node, 1, "--unlabelled", tmp_path / "seen", "--seconds", 100)
-    assert "round 2: 0 new, 0 refused, 2 used in earlier rounds" in done(*words).out
+    assert "round 2: 0 new, 0 refused, 2 seen before" in done(*words).out
     assert read(node / "personal" / "orient.json")["distill_images"] == 60 + 12
     assert read(node / "node.json")["settings"]["seconds"] == 100
     assert "nothing new came" in done(*words).out

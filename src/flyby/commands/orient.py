@@ -117,7 +117,7 @@ def _story(facts: dict[str, Any], node: Path | None) -> str:
     """The round for people: who came, what it changed, where the model is."""
     again = f" ({len(facts['again'])} again)" if facts["again"] else ""
     came = f"{len(facts['new'])} new{again}, {len(facts['refused'])} refused"
-    came += f", {len(facts['seen'])} used in earlier rounds" if facts["seen"] else ""
+    came += f", {len(facts['seen'])} seen before" if facts["seen"] else ""
     start = f"{facts['out']}: {facts['node']}, round {facts['round']}"
     if facts.get("nothing_new"):
         return f"{start} stands: nothing new came ({came}), and the images are those of that round"

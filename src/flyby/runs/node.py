@@ -30,6 +30,7 @@ from flyby.parcels import parcel
 from flyby.parcels.gate import Gate, remember
 from flyby.parcels.parcel import Manifest, Parcel
 from flyby.runs.nodefolder import PERSONAL, STATE, NodeFolder
+from flyby.runs.progress import lasting
 from flyby.settings import build, parse_assignment, put
 
 Look = Callable[[Path], Manifest]  # what a file that has arrived says, if it may come in
@@ -118,7 +119,8 @@ class Round:
         kept = [peer for peer in self.node.kept(self.device, self.data) if peer.sender not in newer]
         past = History(kept, self.number, self.unlabelled)
         how: dict[str, Any] = {"seed": self.seed, "device": self.device, "variant": self.variant, "history": past}
-        return orient(self.node.own, received, self.site, self.settings, **how)
+        with lasting(f"round {self.number} of {self.node.state.node} ({len(received)} new models, {len(kept)} kept)"):
+            return orient(self.node.own, received, self.site, self.settings, **how)
 
     def row(self, made: Personal) -> dict[str, Any]:
         """What the node's history says of the round."""

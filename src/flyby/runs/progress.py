@@ -1,5 +1,6 @@
 """Progress for long work: a live bar on a terminal, plain lines elsewhere (one every few seconds, and one per finished
-site). Around the training of one real site there is never a silent minute: a line comes at least every ten seconds."""
+site). Around the training of one real site and the round of one real node there is never a silent minute: a line comes
+at least every ten seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +19,22 @@ from flyby.training.loop import Row
 log = logging.getLogger(__name__)
 
 SILENT = 10.0  # seconds after which a real site says where it stands
+
+
+@contextmanager
+def lasting(work: str) -> Iterator[None]:
+    """Whatever takes long inside this block, somebody is told that it goes on."""
+    ended, started = threading.Event(), time.perf_counter()
+
+    def beat() -> None:
+        while not ended.wait(SILENT):
+            log.info("%s: %.0f s so far", work, time.perf_counter() - started)
+
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class Progress:
