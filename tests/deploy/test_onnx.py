@@ -180,9 +180,11 @@ def test_the_folder_runs_without_flyby_and_torch(folder: tuple[Predictor, Path],
         "import runpy, sys\nsys.argv, sys.modules['flyby'], sys.modules['torch'] = sys.argv[1:], None, None\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    words = [sys.executable, "-c", alone, str(out / "run.py"), *map(str, paths)]
+    (tmp_path / "broken.png").write_bytes(b"")
+    words = [sys.executable, "-c", alone, str(out / "run.py"), "broken.png", *map(str, paths), "nowhere.png"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=WAIT, cwd=tmp_path, check=False)
     assert ended.returncode == 0, ended.stderr
+    assert [line.split(" cannot be read: ")[0] for line in ended.stderr.splitlines()] == ["broken.png", "nowhere.png"]
     pixels = torch.from_numpy(np.stack([read_image(path, 3, (10, 8)) for path in paths]))
     with torch.no_grad():
         shares = predictor.chances(predictor(pixels))
@@ -203,7 +205,7 @@ def test_the_folder_says_what_it_is(folder: tuple[Predictor, Path]) -> None:
     assert "uint8 N x 10 x 8 x 3 (any N)" in card
     assert "model.pt2" not in card
     lines = [line for line in (out / "run.py").read_text().splitlines() if line and not line.startswith("#")]
-    assert len(lines) <= 17
+    assert len(lines) <= 25
     check_free(out)  # an older one may be replaced
     assert {path.name for path in out.iterdir()} <= set(FILES)
 

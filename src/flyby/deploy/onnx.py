@@ -45,8 +45,16 @@ model = json.loads((here / "classes.json").read_text(encoding="utf-8"))
 session = onnxruntime.InferenceSession(here / "model.onnx")
 
 {pixels}
-shares = session.run(None, {{"images": np.stack([pixels(path) for path in sys.argv[1:]])}})[0]
-for path, share in zip(sys.argv[1:], shares):
+images = {{}}
+for path in sys.argv[1:]:
+    try:
+        images[path] = pixels(path)
+    except Exception as error:
+        print(f"{{path}} cannot be read: {{error}}", file=sys.stderr)
+if not images:
+    sys.exit("name images that can be read: python run.py IMAGE...")
+shares = session.run(None, {{"images": np.stack(list(images.values()))}})[0]
+for path, share in zip(images, shares):
     print(f"{{path}}: {{model['classes'][share.argmax()]}} ({{share.max():.2f}})")
 """
 USE = """## How to use it
