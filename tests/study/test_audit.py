@@ -268,6 +268,8 @@ def test_a_parcel_and_a_folder_are_audited_by_named_data(run_folder: Path) -> No
     for model in (run_folder / "run" / "parcels" / "site-0.parcel", run_folder / "run" / "global"):
         found = done("audit", model, "--members", data, "--others", data, "--json").json
         assert (found["members"], found["others"]) == (120, 60)
+        noted = [one for one in found["notes"] if "look safer than it is" in one]
+        assert bool(noted) == model.is_file(), "one site's parcel never saw the other site's images"
     again = done("audit", run_folder / "run" / "global", "--members", data, "--others", data, "--json").json
     assert again == found
     assert json.loads(json.dumps(again)) == found

@@ -43,6 +43,7 @@ def audit(
             rename=naming.renamed,
             skip=naming.skip_unknown,
         )
+        facts["notes"] += _never_seen(model, facts["members"])
         note(facts["notes"])
         say(facts, as_json, "\n".join(_lines(facts)))
     elif members is None and others is None and is_run(model):
@@ -59,6 +60,19 @@ def audit(
             "name --members (images the model was trained on) and --others (images it was not); a run folder needs"
             " neither"
         )
+
+
+def _never_seen(model: Path, members: int) -> list[str]:
+    """That a parcel was trained on fewer images than are taken for its members."""
+    from flyby.parcels.parcel import read_manifest
+
+    learned = read_manifest(model).samples if model.is_file() else 0
+    if not 0 < learned < members:
+        return []
+    return [
+        f"{model} was trained on {learned} images, and {members} are taken for its members: those it held out"
+        " make it look safer than it is; name those it was trained on, or audit one trained with --holdout 0"
+    ]
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
