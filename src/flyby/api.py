@@ -47,6 +47,7 @@ from flyby.runs.config import RunConfig, make_config, plan
 from flyby.runs.folder import Result, Run
 from flyby.runs.methods import rule_for
 from flyby.runs.pipeline import Options
+from flyby.runs.quality import answering
 from flyby.runs.server import rule_named
 from flyby.settings import build
 from flyby.study.compare import compare
@@ -330,7 +331,8 @@ def load_model(
     """
     known = None if trust is None else Trust.load(trust)
     allowed = build(Limits, dict(limits or {}), "limits")
-    return Model(load_predictor(folder, known, require_signed, allowed), device=device)
+    found = answering(Path(folder), load_predictor(folder, known, require_signed, allowed), pick_device(device))
+    return Model(found, device=device)
 
 
 def orient(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flyby
 from factories import call, done, make_npz, one_line
 from flyby.data.site import Part, Site
 from flyby.data.sources import load
@@ -495,6 +496,11 @@ def test_a_masked_round_by_command(field: Path, tmp_path: Path) -> None:
     assert "some parcels are masked and some are not" in mixed
     audited = call("audit", made[0], "--members", field / "a.npz", "--others", field / "rest.npz")
     assert (audited.code, "audit the fused model" in audited.err) == (2, True)
+    assert "a.parcel is masked" in call("evaluate", made[0], "--data", field / "rest.npz").err
+    assert "a masked one cannot" in one_line(call("fuse", "--remove", "a", tmp_path / "masked"))
+    assert "a new round without it" in one_line(call("fuse", "--remove", made[0], tmp_path / "masked"))
+    alone = done("evaluate", bare[0], "--data", field / "rest.npz", "--json").json["accuracy"]
+    assert flyby.load_model(bare[0]).evaluate(flyby.load(field / "rest.npz", holdout=0).train).accuracy == alone > 0.7
     no_key = ("train", "--data", field / "a.npz", "--method", "ridge", "--out", tmp_path / "x.parcel")
     assert "--mask needs --key" in one_line(call(*no_key, "--mask", field / "spring.json"))
     assert "exists already" in one_line(call("keys", "round", field / "a.mask", "--out", field / "spring.json"))

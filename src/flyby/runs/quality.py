@@ -68,10 +68,14 @@ def own_predictor(item: Parcel, device: str = "cpu") -> Predictor:
 
 def answering(path: Path, predictor: Predictor, device: str = "cpu") -> Predictor:
     """The model to judge where a path was named: of an upload that learned nothing, and only measured sums for a closed
-    form, the network in it answers by chance; what its sums alone give does not."""
+    form, the network in it answers by chance; what its sums alone give does not, and masked ones give nothing."""
     if not path.is_file():
         return predictor
     item = parcel.read(path)
+    if is_masked(item.manifest):
+        raise BadInput(
+            f"{path} is masked, so it says nothing alone; fuse all parcels of its round, and name that model"
+        )
     rule = closed_form(item.manifest)
     return predictor if rule is None else tempered(own_predictor(item, device), [item.manifest], rule())
 

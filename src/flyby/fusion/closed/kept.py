@@ -33,6 +33,7 @@ from flyby.parcels.inbox import Inbox
 from flyby.parcels.parcel import EXTRA, Manifest, Parcel
 from flyby.statistics.extras import given, sent
 from flyby.statistics.feature_sums import NAME, Choice, Sums
+from flyby.statistics.masked_sums import is_masked
 from flyby.statistics.temperature import NAME as TEMPERATURE
 from flyby.statistics.temperature import fused_temperature
 
@@ -151,12 +152,14 @@ class Kept:
         if site is not None:
             digest = members(site.manifest)[1]
             homes = [item for item in self.items if set(digest) <= set(members(item.manifest)[1])]
+        if not homes and site is not None and is_masked(site.manifest):
+            raise BadInput(f"{who} is masked, and cannot be taken out alone; have a new round without it")
         if not homes:
             raise BadInput(f"{name} is not in this model; it is made of {', '.join(self.senders[:20])}")
         if site is None:
             raise BadInput(
                 f"{name} is in the sum {homes[0].manifest.sender}, of which only the whole is kept; give its parcel:"
-                f" --remove {name}.parcel"
+                f" --remove {name}.parcel (a masked one cannot be taken out alone)"
             )
         left = taken_out(homes[0], site)
         return dataclasses.replace(self, items=[left if item is homes[0] else item for item in self.items])
