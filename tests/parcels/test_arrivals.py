@@ -506,6 +506,7 @@ def test_too_few_is_exit_code_2_and_a_misspelt_rule_does_not_wait(inbox: Path, s
     assert answer.code == 2
     last = answer.err.splitlines()[-1]
     assert last.startswith("flyby: 1 of at least 2 sites came within 0 s: ann. ")
+    assert last.endswith("wait longer, or --min-sites 1 to go on without the others"), last
     assert not (tmp_path / "global").exists()
     assert "did you mean" in one_line(
         call(*fuse(inbox, tmp_path / "global", "--deadline", "9d", "--fusion", "fedavgg"))

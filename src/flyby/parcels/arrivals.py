@@ -301,9 +301,10 @@ def _enough(made: Arrivals, quorum: Quorum, waited: float, trouble: str) -> Arri
     others = [f"missing: {', '.join(missing)}"] if (missing := quorum.missing(set(made.senders))) else []
     others += [f"not whole: {', '.join(made.unfinished)}"] if made.unfinished else []
     others += [f"refused: {', '.join(made.refused)} ({next(iter(made.refused.values()))})"] if made.refused else []
+    fewer = f", or --min-sites {len(made.parcels)} to go on without the others" if made.parcels else ""
     raise BadInput(
         f"{len(made.parcels)} of at least {quorum.least} sites came within {duration(waited)}:"
-        f" {'; '.join([came, *others])}. Give the same command again to wait longer, or lower --min-sites"
+        f" {'; '.join([came, *others])}. Give the same command again to wait longer{fewer}"
     )
 
 
