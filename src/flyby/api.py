@@ -295,6 +295,7 @@ def fuse(
     >>> flyby.fuse([flyby.train(site, method="fedavg", epochs=1) for site in sites])
     <Model single of 1 x cnn-small, 10 classes>
     """
+    expect(proxy, (Dataset, type(None)), "proxy images are a Dataset, such as flyby.load(FOLDER).train")
     inbox = Inbox(_listed(parcels), build(Limits, dict(limits or {}), "limits"))
     methods = [m.method for m in inbox.manifests]
     rule = rule_named(fusion or rule_for(methods), assignments(settings), methods)
@@ -380,6 +381,10 @@ def run(
     >>> flyby.run("fedavg", "digits", folder, clients=2, alpha=1.0, epochs=1).uploads
     2
     """
+    expect(method, str, "run takes one method by its name; `flyby run --method a,b` takes several")
+    expect(
+        data, (str, Path), "run reads its data itself: give a name or a path; arrays go to data.split and flyby.train"
+    )
     config = _config(method, str(data), settings, words)
     quiet = options or Options(quiet=True)
     return compare({method: config}, Path(out), quiet)[method]
