@@ -93,7 +93,6 @@ def explain(name: str) -> list[Row]:
             *OBJECTIVES,
             *ARCHITECTURES,
             *STATISTICS,
-            *SPLITS,
             *GROUPS,
             *(r["key"] for r in everything()),
         }
