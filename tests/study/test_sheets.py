@@ -288,6 +288,7 @@ def test_pairs_of_a_study_by_hand(tmp_path: Path) -> None:
     text = tidy(made)
     assert "difference,low,high" in text.splitlines()[0]
     balanced(latex(made))
+    assert rf"\label{{tab:{now.name}-pairs-1}}" in latex(made), "the study's own table is -1 in the same paper"
 
 
 def test_the_best_is_of_those_with_the_most_runs(tmp_path: Path) -> None:

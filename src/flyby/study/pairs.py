@@ -143,7 +143,7 @@ def pairs(now: Standing, against: str | None = None) -> Sheet:
             parts.append(Part(group.heading, [_gaps(mine, base, group.facts)]))
     end = [] if parts else ["No table has two seeds yet, so no difference has an interval."]
     parts.append(Part("Across settings", _duels(lines, base or best_of(lines))))
-    return Sheet(now.name, f"{now.study.title}: paired comparison", "", parts, end)
+    return Sheet(f"{now.name}-pairs", f"{now.study.title}: paired comparison", "", parts, end)
 
 
 def _within(lines: dict[str, Line], fits: Any) -> dict[str, Line]:
