@@ -30,11 +30,11 @@ def test_the_page_shows_every_figure() -> None:
         assert (ROOT / "docs" / "images" / f"findings-{name}.svg").read_text() == lent
 
 
-def test_every_table_says_what_the_rows_say() -> None:
-    """A study takes in rows of others, so that new rows can make an old table wrong."""
+def test_a_table_that_takes_in_rows_of_others_says_what_they_say_now() -> None:
+    """New rows of one study can make the table of another wrong."""
     results = ROOT / "results"
-    tables = [name for name in packaged() if (results / f"{name}.md").exists()]
-    assert len(tables) > 50
+    tables = [name for name in packaged() if (results / f"{name}.md").exists() and read_study(name)[1].rows]
+    assert len(tables) > 5
     said = {name: render(read_study(name)[1], results / f"{name}.jsonl").strip() for name in tables}
     stale = [name for name in tables if (results / f"{name}.md").read_text().strip() != said[name]]
     assert not stale, f"flyby study {' '.join(stale)} --render"
