@@ -31,16 +31,16 @@ class Group(NamedTuple):
     model: str
     clients: int
     split: str
-    epochs: int  # 0 where nothing is trained, or the lines of the table differ in them
+    epochs: int  # 0 where nothing is trained; less where the lines of the table differ in them
 
     @property
     def heading(self) -> str:
-        long = f", {self.epochs} epochs" if self.epochs else ""
+        long = f", {self.epochs} epochs" if self.epochs > 0 else ""
         return f"{self.data}: {self.model}, {self.clients} clients, `{self.split}` split{long}"
 
     @property
     def facts(self) -> Row:
-        return {**self._asdict(), "epochs": self.epochs or None}
+        return {**self._asdict(), "epochs": None if self.epochs < 0 else self.epochs}
 
 
 def cell_text(values: list[float | None]) -> str:
@@ -128,7 +128,7 @@ def grouped(now: Standing) -> tuple[dict[Group, list[Cell]], list[Cell]]:
 
 
 def _group(cell: Cell, row: Row) -> Group:
-    epochs = 0 if "train.epochs=" in cell.variant else row["epochs"]
+    epochs = -1 if "train.epochs=" in cell.variant else row["epochs"]
     return Group(row["data"], row["model"], row["clients"], row["split"], epochs)
 
 
